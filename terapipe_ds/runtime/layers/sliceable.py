@@ -297,9 +297,9 @@ def _compiled(module: nn.Module) -> list[str]:
     modules = [
         name or type(each).__name__
         for name, each in module.named_modules()
+        # the calls of the section's own `compile` have no mark of torch
         if type(each).__name__ == "OptimizedModule"
-        or each._compiled_call_impl is not None
-        or _is_compiled_function(each.forward)
+        or any(map(_is_compiled_function, (each._compiled_call_impl, each.forward)))
     ]
     return modules + [getattr(each, "__name__", repr(each)) for each in functions if _is_compiled_function(each)]
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.layers.compiled import compile_layer
 from terapipe_ds.runtime.layers.sliceable import check_compile_call, problem_of_layers
 from terapipe_ds.runtime.layout.sequence_axis import slice_length_multiple, with_multiple
 
@@ -110,6 +111,13 @@ def test_compiled_layers_are_refused_where_sequences_are_cut() -> None:
         told = str(problem(nn.Sequential(compiled)))
         assert "(1.0) are compiled by torch.compile" in told and "set terapipe.slices to 1" in told
         assert problem(compiled, slices=1) is None
+
+
+def test_layers_that_the_section_compiles_are_not_refused_later() -> None:
+    """`engine.use_slice_plan` asks again."""
+    layer = nn.Linear(4, 4)
+    compile_layer(layer, "layer")
+    assert problem(layer) is None
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,6 @@ class Piece(nn.Module):
         self.blueprint, self.names = blueprint, tuple(names)
         self.held = nn.ModuleList(map(blueprint.filled, self.names))
         self._made_in = [p.dtype for name in self.names[:1] for p in blueprint.outline.module(name).parameters()][:1]
-        self._first = [
-            (owner, key) for owner in self.modules() for key, p in owner._parameters.items() if p is not None
-        ][:1]
 
     @property
     def shared_by_copies(self) -> tuple[object, ...]:
@@ -162,8 +159,7 @@ class Piece(nn.Module):
         if outline.model.training != self.training:
             outline.model.train(self.training)
         # an engine casts the weights of all pieces alike
-        for made_in, (owner, key) in zip(self._made_in, self._first, strict=False):
-            outline.dtypes[made_in] = getattr(owner, key).dtype
+        outline.dtypes.update(zip(self._made_in, (p.dtype for p in self.parameters()), strict=False))
         return outline
 
     @property

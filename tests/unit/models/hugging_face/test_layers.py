@@ -195,6 +195,17 @@ def test_a_mask_says_what_is_causal_before_the_flag() -> None:
     assert torch.equal(_attend(is_causal=False), _attend(is_causal=True))
 
 
+@needs_states
+def test_modules_that_a_program_replaces_are_cast_as_well() -> None:
+    pipeline, tokens = sliced_model.Pipeline(config_of("mamba2"), torch.float32), torch.arange(8).view(1, 8)
+    expected = [each.bfloat16() for each in pipeline.pieces] and pipeline(tokens)
+    for piece in pipeline.pieces:  # as with libraries that have faster modules
+        owner, key = (first, "norm") if hasattr(first := piece.float().held[0], "norm") else (piece.held, "0")
+        setattr(owner, key, copy.deepcopy(getattr(owner, key)))
+        piece.bfloat16()
+    assert torch.equal(pipeline(tokens), expected)
+
+
 # -- slices of one token, dropout, recomputation
 
 

@@ -55,8 +55,9 @@ _ELSEWHERE = (
     "verify: slices do not give what the whole sequence gives, first in {}; the error of rank 0 names the layers"
 )
 _NOT_YET = (
-    "verify: before the first training batch an evaluation compares the loss alone. Layers that mix tokens themselves "
-    "give wrong results in slices, and nothing shows it: train on a batch first, or evaluate with terapipe.slices 1"
+    "verify: an evaluation compares no layers, and no training batch has done so yet. Layers that mix tokens "
+    "themselves give wrong results in slices, and nothing shows it: train on a batch first, or evaluate with "
+    "terapipe.slices 1"
 )
 _GROWTH = 1.5  # a curriculum of lengths causes few checks
 
@@ -86,6 +87,7 @@ class FirstBatchCheck:
         self._num_micro_batches = 0  # of the first batch
         self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
         self._probe: LabelProbe | None = None  # tries labels that first appear later
+        self._warns = self._config.verify != "off"  # of an evaluation in slices: no batch has compared layers yet
         self.renew()
 
     def renew(self) -> None:
@@ -109,14 +111,18 @@ class FirstBatchCheck:
         micro_batches, training = batch.micro_batches, batch.training
         self._check_documents(micro_batches)
         # an evaluation before the first training batch, or with another loss, needs right weights of slices
-        if not training and (self._is_done or self._is_evaluated or not needs_loss):
+        if not training and (self._is_done or (self._is_evaluated if needs_loss else not self._warns)):
             return
         sliced = self._that_show_more(micro_batches)
         if self._is_done and not sliced:
             return
         longest = max((one.plan.sequence_length for one in sliced), default=0)
-        has_slices, has_foreign_layers, is_more = self._agree(sliced)
+        has_slices, has_foreign_layers, is_more = self._agree(sliced, needs_loss)
         if not (has_slices or (ends and training)):
+            return
+        if not training and self._warns:
+            self._warn(has_foreign_layers)
+        if not needs_loss:
             return
         # layers that agreed on an earlier batch are not compared again, if only the loss waits
         setting, ends = self._config.verify, ends and training
@@ -134,10 +140,9 @@ class FirstBatchCheck:
         self._raise(result.findings, text, ends, training)
         if not training:
             self._is_evaluated = not result.loss_waits
-            if self._is_evaluated and has_foreign_layers and setting != "off" and torch_dist.get_rank() == 0:
-                logger.warning("%s", _NOT_YET)
             return
         if with_layers:
+            self._warns = False
             self._longest = max(self._longest, longest)
             plans = [one.plan for one in one_per_plan(sliced)] + ([] if result.cut is None else [result.cut.plan])
             self._unit = math.gcd(self._unit, *map(unit_of, plans))
@@ -146,6 +151,12 @@ class FirstBatchCheck:
         self._loss_waits = not self._is_done
         if torch_dist.get_rank() == 0 and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
+
+    def _warn(self, has_foreign_layers: bool) -> None:
+        """Warn once, if layers of other authors are evaluated that no training batch has compared."""
+        self._warns = False
+        if has_foreign_layers and torch_dist.get_rank() == 0:
+            logger.warning("%s", _NOT_YET)
 
     def _that_show_more(self, micro_batches: Sequence[MicroBatchInFlight]) -> list[MicroBatchInFlight]:
         """Return the micro-batches with slices, long ones and those with several rows first; later only what is new."""
@@ -233,7 +244,7 @@ class FirstBatchCheck:
                 "first time, and the losses of slices differ from loss_fn on the whole sequence: " + problem
             )
 
-    def _agree(self, sliced: Sequence[MicroBatchInFlight]) -> tuple[bool, bool, bool]:
+    def _agree(self, sliced: Sequence[MicroBatchInFlight], needs_loss: bool) -> tuple[bool, bool, bool]:
         """Return whether any pipeline has slices, whether any stage has layers by other authors, and whether slices
         show more of layers than those on which they agreed."""
         if self._is_done:  # each pipeline for itself
@@ -242,7 +253,7 @@ class FirstBatchCheck:
             return False, True, False
         labels = sliced[0].labels if sliced else None
         is_weighted = "loss_reduction" in self._config.model_fields_set or self._slice_weight is not None
-        is_unweighted = labels is not None and len(labels.tensors) > 1 and not is_weighted
+        is_unweighted = needs_loss and labels is not None and len(labels.tensors) > 1 and not is_weighted
         is_more = any(_parts(self._unit, one.plan) or self._is_long(one) for one in sliced)
         given = [bool(sliced), not all_own(self._module), is_more, is_unweighted]
         on_any_rank = [any(of_ranks) for of_ranks in zip(*exchange(given, self._groups.world), strict=True)]

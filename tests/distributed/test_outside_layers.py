@@ -274,7 +274,19 @@ def job_refused(terapipe: dict[str, Any], one_by_one: bool) -> dict[str, str]:
     return found
 
 
+def job_cut_later() -> list[str]:
+    terapipe = engines.unchecked(slices=1)
+    with engines.engine_of(engines.gpt_layers(), terapipe, loss_fn=KEPT["loss_fn.mean"]) as engine:
+        whole = engines.step_error(engine)[1]
+        engine.use_slice_plan(terapipe_ds.SlicePlan((11, 12)))
+        return [whole, engines.step_error(engine)[1]]
+
+
 class TestRefused:
+    def test_a_buffer_of_the_loss_with_slices_that_are_set_later(self) -> None:
+        for whole, cut in rank_pool(2).run(job_cut_later):
+            assert whole == "" and "loss_fn.mean: a buffer outside the layers changes" in cut
+
     def test_what_a_loss_keeps_under_chimera(self) -> None:
         for found in rank_pool(2).run(job_refused, terapipe=BOTH_WAYS, one_by_one=True):
             assert found.pop("nothing") == found.pop("reported") == ""

@@ -117,9 +117,11 @@ class IncomingBatches:
 
     def use_slice_plan(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> None:
         """Run sequences of that length with `plan`. At the next batch all ranks agree on it and on the layers."""
+        could_cut, (module, has_moe) = self._plans.may_cut, (self._engine.module, self._engine.has_moe_layers)
         self._source.also_agree_on("slices set by hand:", self._plans.use(plan, schedule))
-        module, has_moe = self._engine.module, self._engine.has_moe_layers
         self._problem_of_layers = problem_of_layers(module, self._config, has_moe, self._plans.may_cut)
+        if self._plans.may_cut > could_cut:  # the first batches have shown what layers do with whole sequences
+            self._guard_again()
 
     def next(self, num_micro_batches: int, training: bool) -> BatchInFlight:
         """Draw the next batch. A collective over all ranks; its errors are raised on each of them."""

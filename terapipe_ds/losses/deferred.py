@@ -76,7 +76,7 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
 
 def require_known(ids: Tensor, vocabulary: int, kind: str = "label") -> None:
     """Raise ValueError for labels or tokens outside of the vocabulary; a GPU reports them later, as an assertion."""
-    is_known = (ids >= 0) & (ids < vocabulary)
+    is_known = ((wide := ids.long()) >= 0) & (wide < vocabulary)  # in uint8 a vocabulary of 300 would be one of 44
     if not ids.is_cpu:  # do not wait for the device
         torch._assert_async(is_known.all())
     elif not is_known.all():

@@ -229,6 +229,15 @@ def test_megatrons_cross_entropy_leaves_the_logits_that_were_asked_for() -> None
         assert torch.equal(logits, theirs) and loss == pytest.approx(of_megatron, rel=1e-6)
 
 
+def within_a_function(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return VocabParallelLoss("megatron")(logits, labels)
+
+
+def test_megatrons_cross_entropy_finds_its_group_within_a_function_of_the_users() -> None:
+    losses = rank_pool(2).run(train, layout="tp2", options={"loss_fn": within_a_function})
+    assert losses[0] == losses[1] == pytest.approx(losses_of("tp2")[0], rel=1e-5)
+
+
 SMOOTHED = {"loss_fn": LinearCrossEntropy(label_smoothing=0.1)}
 
 

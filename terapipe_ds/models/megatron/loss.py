@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from terapipe_ds.losses import LinearCrossEntropy
@@ -76,9 +76,11 @@ class VocabParallelLoss:
 
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
         """Return the loss of logits [B, T, V / tp]. Raises ValueError for labels outside of the vocabulary."""
-        (targets, mask), group = targets_and_mask(labels, IGNORE_INDEX), self._group()
+        (targets, mask), is_theirs = targets_and_mask(labels, IGNORE_INDEX), self.cross_entropy == "megatron"
+        # theirs looks its group up by itself
+        group = parallel_state.get_tensor_model_parallel_group(False) if is_theirs else self._group()
         require_known(targets, logits.shape[-1] * (1 if group is None else group.size()))
-        if self.cross_entropy == "megatron":
+        if is_theirs:
             # megatron-core has tokens first; it works in place, and somebody may have asked for the logits
             first = logits.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             losses = tensor_parallel.vocab_parallel_cross_entropy(first, targets.t().contiguous()).t()

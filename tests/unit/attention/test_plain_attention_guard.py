@@ -187,7 +187,13 @@ def test_kernels_are_compared_by_their_tokens() -> None:
             call(own, others, others)
             with pytest.raises(PlainAttentionError):
                 call(own, own, own)
-        torch.ops.xformers_tests.dual_gemm(*[torch.ones(4, 4)] * 3)  # no attention
+        aten = torch.ops.aten
+        for call in (aten._scaled_dot_product_cudnn_attention, aten._cudnn_attention_forward):
+            with pytest.raises(PlainAttentionError):
+                call(X, X, X, None, False)
+        # no attention: products of xformers, norms of flash-attn
+        for call in (torch.ops.xformers_tests.dual_gemm, package_s.flash_attn_forward):
+            call(*[torch.ones(4, 4)] * 3)
 
 
 # -- interception ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from terapipe_ds.attention.sliced import sliced_attention
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # of F.scaled_dot_product_attention
 # torch's own functions, under whatever names callers use, and the token dimension of their queries and keys
 _TOKEN_DIMS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
-_KERNELS = ("dot_product", "flash_att", "efficient_attention", "cudnn_attention", "varlen_attn", "xformers_flash")
+_KERNELS = ("scaled_dot", "flash_att", "efficient_attention", "cudnn_attention", "varlen_attn", "xformers_flash")
 _RUNNERS = "deepspeed.runtime."  # the engine and the PipelineModule are modules that run layers, and no layers
 _BACKENDS = "terapipe_ds.attention.backends"
 _allowed = 0  # open allow_attention_within_slice() blocks, counted per process: autograd has threads of its own

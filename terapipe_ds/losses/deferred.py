@@ -83,7 +83,7 @@ def require_known(ids: Tensor, vocabulary: int, kind: str = "label") -> None:
         wrong = ids[~is_known]
         raise ValueError(
             f"{kind}s outside of the vocabulary of {vocabulary}: {len(wrong)}, first {kind} {int(wrong[0])}. "
-            f"{'Mask them, or fix' if kind == 'label' else 'Fix'} the tokenizer's or the model's vocabulary"
+            f"{'Mask them' if kind == 'label' else 'Pad otherwise'}, or fix the tokenizer's or the model's vocabulary"
         )
 
 

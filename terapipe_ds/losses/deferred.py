@@ -79,8 +79,7 @@ def require_known(ids: Tensor, vocabulary: int, kind: str = "label") -> None:
     is_known = ((wide := ids.long()) >= 0) & (wide < vocabulary)  # in uint8 a vocabulary of 300 would be one of 44
     if not ids.is_cpu:  # do not wait for the device
         torch._assert_async(is_known.all())
-    elif not is_known.all():
-        wrong = ids[~is_known]
+    elif len(wrong := ids[~is_known]):
         raise ValueError(
             f"{kind}s outside of the vocabulary of {vocabulary}: {len(wrong)}, first {kind} {int(wrong[0])}. "
             f"{'Mask them' if kind == 'label' else 'Pad otherwise'}, or fix the tokenizer's or the model's vocabulary"

@@ -61,7 +61,8 @@ class VocabParallelLoss:
         if cross_entropy not in ("exact", "megatron"):
             raise ValueError(f'cross_entropy={cross_entropy!r}: give "exact" or "megatron"')
         self.cross_entropy = cross_entropy
-        self._group: Callable[[], Any] = lambda: None
+        theirs = parallel_state.get_tensor_model_parallel_group  # megatron-core's looks its group up by itself
+        self._group: Callable[[], Any] = lambda: theirs(False) if cross_entropy == "megatron" else None
 
     def use_group(self, group: Callable[[], Any]) -> None:
         """Take a function that returns the group whose ranks divide the vocabulary, or None; the module calls this."""
@@ -76,11 +77,9 @@ class VocabParallelLoss:
 
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
         """Return the loss of logits [B, T, V / tp]. Raises ValueError for labels outside of the vocabulary."""
-        (targets, mask), is_theirs = targets_and_mask(labels, IGNORE_INDEX), self.cross_entropy == "megatron"
-        # theirs looks its group up by itself
-        group = parallel_state.get_tensor_model_parallel_group(False) if is_theirs else self._group()
+        (targets, mask), group = targets_and_mask(labels, IGNORE_INDEX), self._group()
         require_known(targets, logits.shape[-1] * (1 if group is None else group.size()))
-        if is_theirs:
+        if self.cross_entropy == "megatron":
             # megatron-core has tokens first; it works in place, and somebody may have asked for the logits
             first = logits.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             losses = tensor_parallel.vocab_parallel_cross_entropy(first, targets.t().contiguous()).t()

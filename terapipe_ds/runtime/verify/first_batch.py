@@ -55,9 +55,8 @@ _ELSEWHERE = (
     "verify: slices do not give what the whole sequence gives, first in {}; the error of rank 0 names the layers"
 )
 _NOT_YET = (
-    "verify: an evaluation compares no layers, and no training batch has done so yet. Layers that mix tokens "
-    "themselves give wrong results in slices, and nothing shows it: train on a batch first, or evaluate with "
-    "terapipe.slices 1"
+    "verify: an evaluation compares no layers, and no training batch has yet. Layers that mix tokens themselves give "
+    "wrong results in slices, and nothing shows it: train on a batch first, or evaluate with terapipe.slices 1"
 )
 _GROWTH = 1.5  # a curriculum of lengths causes few checks
 
@@ -122,7 +121,7 @@ class FirstBatchCheck:
             return
         if not training and self._warns:
             self._warn(has_foreign_layers)
-        if not needs_loss:
+        if not (training or needs_loss):
             return
         # layers that agreed on an earlier batch are not compared again, if only the loss waits
         setting, ends = self._config.verify, ends and training

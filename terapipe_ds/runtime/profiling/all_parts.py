@@ -356,16 +356,20 @@ def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter
     here = sum(p.numel() * p.element_size() for p in parameters)
     if engine.optimizer is None or engine.zero_cpu_offload():
         return here
-    name = str(engine.optimizer_name() or "adam").lower()
-    states = next((tensors for known, tensors in _STATES.items() if known in name), 2)
-    if "sgd" in name and not engine.optimizer.param_groups[0].get("momentum"):
-        states = 0
     is_zero = engine.zero_optimization()  # which has fp32 copies of wide parameters too
     trained = [p for p in parameters if p.requires_grad]
     least = 2 if is_narrow(engine) else 4
     master = least * sum(p.numel() for p in trained if is_zero or p.element_size() < 4)
-    total = sum(p.numel() * max(least, p.element_size()) * states for p in trained) + master
+    total = sum(p.numel() * max(least, p.element_size()) for p in trained) * state_tensors(engine) + master
     return here + total // state_ranks(engine)
+
+
+def state_tensors(engine: PipelineEngine) -> int:
+    """Return the tensors of the size of a parameter that the optimizer keeps beside it."""
+    name = str(engine.optimizer_name() or "adam").lower()
+    if "sgd" in name and not engine.optimizer.param_groups[0].get("momentum", 1):  # ASGD has none
+        return 0
+    return next((tensors for known, tensors in _STATES.items() if known in name), 2)
 
 
 def state_ranks(engine: PipelineEngine) -> int:

@@ -26,7 +26,14 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, is_narrow, measure_parts, state_ranks
+from terapipe_ds.runtime.profiling.all_parts import (
+    PartMeasured,
+    StageToPlan,
+    is_narrow,
+    measure_parts,
+    state_ranks,
+    state_tensors,
+)
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, device_name, profile_key
 from terapipe_ds.runtime.profiling.rounds import noise_warning
@@ -149,6 +156,7 @@ class Profiles:
             "products": torch.backends.cuda.matmul.fp32_precision,  # "tf32" multiplies up to eight times as fast
             "offload_activations": self._config.offload_activations,
             **({"narrow_states": True} if is_narrow(engine) else {}),
+            **({} if state_tensors(engine) else {"states": 0}),
             **({"keeps_logits": False} if hasattr(loss_fn, "of_hidden") else {}),
             **({"compile": True} if self._config.compile else {}),
             **({"keep_attention": True} if self._config.keep_attention else {}),

@@ -328,6 +328,8 @@ def test_a_config_and_a_model_of_ones_own(tmp_path: Path, capsys: pytest.Capture
     assert "not taken: terapipe.planner.memory_limit_gb = 1:" in capsys.readouterr().err
     job = command.job_of(arguments(*words, "--accumulation", "2", "--stages", "2"))
     assert job.accumulations == (2,) and not (job.ds_config or {})["pipeline"]  # the engine would compare its stages
+    config.write_text(json.dumps(settings | {"train_batch_size": 9}))
+    assert command.job_of(arguments(*words, "--micro-batch", "2")).accumulations == (3,)
     del settings["gradient_accumulation_steps"]
     for batch, steps in ((12, (4,)), (2, ()), (10, ())):  # sequences of a step, as DeepSpeed divides them
         config.write_text(json.dumps(settings | {"train_batch_size": batch}))

@@ -132,7 +132,7 @@ def run(options: BenchOptions) -> None:
 
     job = job_of(options)
     _check_devices(job)
-    if options.html:  # found out before a run of minutes
+    if options.html:  # before a run that may take hours
         check_packages()
     measured = run_benchmark(job, "config" if options.config or options.model else options.preset)
     result = {"command": command_line(options.words), **measured}

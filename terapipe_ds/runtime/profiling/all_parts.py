@@ -52,7 +52,8 @@ from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 Specs = dict[int, MessageSpec]  # what a part sends, by the tokens of a slice
 
 _LINK_REPEATS = 5
-_STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two
+_STATES = {"adagrad": 1, "lion": 1, "muon": 1, "rmsprop": 1, "asgd": 1, "sgd": 0}  # per parameter; Adam's kin have two
+_MORE_STATES = ("amsgrad", "centered", "momentum")  # options of torch's optimizers that add one each
 
 
 @dataclass(frozen=True)
@@ -367,9 +368,9 @@ def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter
 def state_tensors(engine: PipelineEngine) -> int:
     """Return the tensors of the size of a parameter that the optimizer keeps beside it."""
     name = str(engine.optimizer_name() or "adam").lower()
-    if "sgd" in name and not engine.optimizer.param_groups[0].get("momentum", 1):  # ASGD has none
-        return 0
-    return next((tensors for known, tensors in _STATES.items() if known in name), 2)
+    groups = [] if "muon" in name else getattr(engine.optimizer, "param_groups", [])  # its momentum is always there
+    more = sum(any(group.get(option) for group in groups) for option in _MORE_STATES)
+    return more + next((tensors for known, tensors in _STATES.items() if known in name), 2)
 
 
 def state_ranks(engine: PipelineEngine) -> int:

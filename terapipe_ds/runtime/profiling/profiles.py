@@ -146,6 +146,7 @@ class Profiles:
             "granularity_tokens": self._config.granularity_for(length),
             "loss": "none" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
             "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
+            "states": state_tensors(engine),
             "zero_stage": engine.zero_optimization_stage(),
             "gradients": [str(engine.get_data_types()[1]), engine.zero_cpu_offload(), engine.zero_reduce_bucket_size()],
             "contiguous_gradients": engine.zero_contiguous_gradients(),
@@ -156,7 +157,6 @@ class Profiles:
             "products": torch.backends.cuda.matmul.fp32_precision,  # "tf32" multiplies up to eight times as fast
             "offload_activations": self._config.offload_activations,
             **({"narrow_states": True} if is_narrow(engine) else {}),
-            **({} if state_tensors(engine) else {"states": 0}),
             **({"keeps_logits": False} if hasattr(loss_fn, "of_hidden") else {}),
             **({"compile": True} if self._config.compile else {}),
             **({"keep_attention": True} if self._config.keep_attention else {}),

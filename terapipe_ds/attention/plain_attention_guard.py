@@ -31,7 +31,7 @@ from terapipe_ds.attention.sliced import sliced_attention
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # of F.scaled_dot_product_attention
 # torch's own functions, under whatever names callers use, and the token dimension of their queries and keys
 _TOKEN_DIMS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
-_KERNELS = ("dot_product_attention", "flash_att", "efficient_attention", "varlen_attn", "xformers_flash")
+_KERNELS = ("scaled_dot", "flash_att", "efficient_attention", "cudnn_attention", "varlen_attn", "xformers_flash")
 _RUNNERS = "deepspeed.runtime."  # the engine and the PipelineModule are modules that run layers, and no layers
 _BACKENDS = "terapipe_ds.attention.backends"
 _allowed = 0  # open allow_attention_within_slice() blocks, counted per process: autograd has threads of its own
@@ -115,9 +115,10 @@ class GuardCapturedNames(UncompiledMode):
             arguments = dict(zip(_ARGUMENTS, args, strict=False)) | (kwargs or {})
             _check(arguments, token_dim, _CAPTURED if token_dim == -2 else "")
         elif _is_kernel(func) and not _from_backends():
-            q, k, *_ = (argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, Tensor))
+            given = [argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, Tensor)][:2]
             token_dim = -2 if "dot_product" in str(func) else -3  # others take [B, T, H, D] or [T, H, D]
-            _check({"query": q, "key": k}, token_dim)
+            if [x.dim() >= -token_dim for x in given] == [True, True]:  # flash-attn has norms among its operators
+                _check(dict(zip(_ARGUMENTS, given, strict=False)), token_dim)
         return func(*args, **(kwargs or {}))
 
 

@@ -76,14 +76,13 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
 
 def require_known(ids: Tensor, vocabulary: int, kind: str = "label") -> None:
     """Raise ValueError for labels or tokens outside of the vocabulary; a GPU reports them later, as an assertion."""
-    is_known = (ids >= 0) & (ids < vocabulary)
+    is_known = ((wide := ids.long()) >= 0) & (wide < vocabulary)  # in uint8 a vocabulary of 300 would be one of 44
     if not ids.is_cpu:  # do not wait for the device
         torch._assert_async(is_known.all())
-    elif not is_known.all():
-        wrong = ids[~is_known]
+    elif len(wrong := ids[~is_known]):
         raise ValueError(
             f"{kind}s outside of the vocabulary of {vocabulary}: {len(wrong)}, first {kind} {int(wrong[0])}. "
-            f"{'Mask them, or fix' if kind == 'label' else 'Fix'} the tokenizer's or the model's vocabulary"
+            f"{'Mask them' if kind == 'label' else 'Pad otherwise'}, or fix the tokenizer's or the model's vocabulary"
         )
 
 

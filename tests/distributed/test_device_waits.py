@@ -147,7 +147,7 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_ON_HOST = {"pattern_of_mask", "_require_known_labels", "require_known"}
+_ON_HOST = {"pattern_of_mask", "require_known"}
 """Functions that read host tensors everywhere, or read only on CPUs and let a GPU assert by itself."""
 
 

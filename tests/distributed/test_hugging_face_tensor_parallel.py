@@ -332,6 +332,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     **{family: {"family": family, "grid": BOTH, **VERIFIED} for family in FAMILIES},
     **{f"{family} in bf16": {"family": family, "grid": BOTH, "is_bf16": True, **VERIFIED} for family in FAMILIES},
+    "tied copies, clipping": {"family": "gemma2", "grid": BOTH, "fields": {"vocab_size": 67}, "clipping": 0.01},
+    "all logits, tied copies": {"family": "gemma2", "grid": BOTH, "all_logits": True, "fields": {"vocab_size": 67}},
     "one shared head": {"family": "gemma", "grid": BOTH, "fields": {"num_key_value_heads": 1}},
     "odd, tied": {"family": "gemma3_text", "grid": BOTH, "fields": {"vocab_size": 67}},
     "odd, untied": {"family": "llama", "grid": BOTH, "fields": {"vocab_size": 67}},

@@ -229,6 +229,15 @@ def test_megatrons_cross_entropy_leaves_the_logits_that_were_asked_for() -> None
         assert torch.equal(logits, theirs) and loss == pytest.approx(of_megatron, rel=1e-6)
 
 
+def within_a_function(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return VocabParallelLoss("megatron")(logits, labels)
+
+
+def test_megatrons_cross_entropy_finds_its_group_within_a_function_of_the_users() -> None:
+    losses = rank_pool(2).run(train, layout="tp2", options={"loss_fn": within_a_function})
+    assert losses[0] == losses[1] == pytest.approx(losses_of("tp2")[0], rel=1e-5)
+
+
 SMOOTHED = {"loss_fn": LinearCrossEntropy(label_smoothing=0.1)}
 
 
@@ -276,7 +285,7 @@ def train_on_an_unknown_token() -> None:
 def test_a_token_that_no_rank_embeds() -> None:
     """The ranks' sum of its embeddings was zero."""
     for _, text in rank_pool(2).run(raised_by, act=train_on_an_unknown_token):
-        assert "tokens outside of the vocabulary of 32: 1, first token 32. Fix the tokenizer's" in text
+        assert "tokens outside of the vocabulary of 32: 1, first token 32. Pad otherwise, or fix" in text
 
 
 def of_a_share(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

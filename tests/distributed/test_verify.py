@@ -206,9 +206,11 @@ def megatron_trainings(case: str, checks: tuple[str, ...] = ("off", "first_batch
 
 
 def megatron_positions_from_zero(case: str) -> tuple[str, str]:
+    from terapipe_ds.models import positions
     from terapipe_ds.models.megatron import layers
 
-    with mock.patch.object(layers, "first_position", lambda: 0):
+    of_layers, of_embedding = (mock.patch.object(each, "first_position", lambda: 0) for each in (layers, positions))
+    with of_layers, of_embedding:
         return megatron_trainings(case, ("first_batch",))[0][2]
 
 

@@ -198,7 +198,6 @@ def window_mask(tokens: int, before: int, window: int, dtype: torch.dtype, devic
 
     The first query has `before` keys before its own.
     """
-    query, key = (torch.arange(n, device=device) for n in (tokens, before + tokens))
-    ago = query.unsqueeze(1) + before - key
+    ago = (key := torch.arange(before + tokens, device=device))[before:].unsqueeze(1) - key
     hidden = (ago < 0) | (ago >= window)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)

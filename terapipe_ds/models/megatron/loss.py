@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from terapipe_ds.losses import LinearCrossEntropy
@@ -61,7 +61,8 @@ class VocabParallelLoss:
         if cross_entropy not in ("exact", "megatron"):
             raise ValueError(f'cross_entropy={cross_entropy!r}: give "exact" or "megatron"')
         self.cross_entropy = cross_entropy
-        self._group: Callable[[], Any] = lambda: None
+        theirs = parallel_state.get_tensor_model_parallel_group  # megatron-core's looks its group up by itself
+        self._group: Callable[[], Any] = lambda: theirs(False) if cross_entropy == "megatron" else None
 
     def use_group(self, group: Callable[[], Any]) -> None:
         """Take a function that returns the group whose ranks divide the vocabulary, or None; the module calls this."""

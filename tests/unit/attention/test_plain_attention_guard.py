@@ -187,7 +187,14 @@ def test_kernels_are_compared_by_their_tokens() -> None:
             call(own, others, others)
             with pytest.raises(PlainAttentionError):
                 call(own, own, own)
-        torch.ops.xformers_tests.dual_gemm(*[torch.ones(4, 4)] * 3)  # no attention
+        for name in ("scaled_dot_product_cudnn_attention", "scaled_dot_product_fused_attention_overrideable"):
+            with pytest.raises(PlainAttentionError):
+                getattr(torch.ops.aten, f"_{name}")(X, X, X, None, False)
+        with pytest.raises(PlainAttentionError):
+            torch.ops.aten._cudnn_attention_forward(X, X, X, None, None, None, 4, 4, False)
+        # no attention: products of xformers, norms of flash-attn
+        torch.ops.xformers_tests.dual_gemm(X, X, X)
+        package_s.flash_attn_forward(*[torch.ones(4, 4)] * 3)
 
 
 # -- interception ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, find_head, tied_logits
-from terapipe_ds.losses.deferred import Tokens, deferred_cross_entropy
+from terapipe_ds.losses.deferred import Tokens, deferred_cross_entropy, require_known
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
@@ -181,6 +181,12 @@ def test_labels_outside_of_the_vocabulary() -> None:
             LinearCrossEntropy().of_hidden(torch.randn(1, 4, HIDDEN), labels, head)
         with pytest.raises(ValueError, match=text):
             LinearCrossEntropy()(torch.randn(1, 4, VOCABULARY), labels)
+
+
+def test_small_integers_are_compared_with_large_vocabularies() -> None:
+    """In uint8 a vocabulary of 300 would be one of 44, and in int16 one of 40,000 negative."""
+    for dtype, vocabulary in ((torch.uint8, 300), (torch.int8, 256), (torch.int16, 40_000)):
+        require_known(torch.tensor([100, 3], dtype=dtype), vocabulary)
 
 
 def test_other_numbers_of_labels_than_tokens_are_an_error() -> None:

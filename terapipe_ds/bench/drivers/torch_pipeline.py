@@ -37,8 +37,8 @@ def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
         raise CommandError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
     taken = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
     others = ["pipeline.activation_checkpoint_interval", "fp16.enabled", "torch_autocast.enabled", "scheduler"]
-    known = *taken, "torch_adam", "fused", "foreach", "set_grad_none"  # the last three change no result
-    others += [f"optimizer.params.{key}" for key in params if key not in known]
+    accepted = *taken, "torch_adam", "fused", "foreach", "set_grad_none"  # the last three change no result
+    others += [f"optimizer.params.{key}" for key in params if key not in accepted]
     for key in others:
         if not says_nothing(key, value_at(ds_config, key)):
             raise CommandError(f"torch runs here without {key}, which the config asks for")

@@ -70,7 +70,7 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
         shared = (str(Path(folder) / "store"), *arguments)
         ranks = [context.Process(target=_end_at_once, args=(target, rank, *shared)) for rank in range(num_ranks)]
         # Ctrl-C ends this process, which ends the ranks: otherwise each would print a traceback of its own
-        resource_tracker.ensure_running()  # whose start lets the signal through again
+        resource_tracker.ensure_running()  # now, because its start unblocks the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for process in ranks:

@@ -119,7 +119,7 @@ def _peak_flops(job: Job, device: str | None) -> float | None:
 
 
 def _dtype_of_products(job: Job) -> str:
-    """Return the model's dtype, or under autocast its dtype, for which torch has a default by device."""
+    """Return the dtype of the model or of autocast, whose default in torch depends on the device."""
     autocast, usual = (job.ds_config or {}).get("torch_autocast") or {}, "bf16" if job.device == "cpu" else "fp16"
     name = autocast.get("dtype") or usual if autocast.get("enabled") else (job.gpt or {}).get("dtype")
     return str(name or "float32").removeprefix("torch.")
@@ -183,7 +183,7 @@ class MeasuredRun:
     def disagreement(self, reference: MeasuredRun | None) -> str | None:
         """Return a sentence if the system did not learn the same as the reference, or None."""
         dtype = _dtype_of_products(self.job)
-        tolerance = _TOLERANCE.get(DTYPE_NAMES.get(dtype, dtype), _TOLERANCE["float16"])  # "half"
+        tolerance = _TOLERANCE.get(DTYPE_NAMES.get(dtype, dtype), _TOLERANCE["float16"])  # such as "half"
         for step, (own, other) in enumerate(zip(self.losses, (reference or self).losses, strict=True), start=1):
             if reference is not None and not math.isclose(own, other, rel_tol=tolerance):  # NaN is close to nothing
                 label = reference.case.label

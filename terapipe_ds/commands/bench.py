@@ -132,7 +132,7 @@ def run(options: BenchOptions) -> None:
 
     job = job_of(options)
     _check_devices(job)
-    if options.html:  # found out before a run of minutes
+    if options.html:  # before a run that may take hours
         check_packages()
     measured = run_benchmark(job, "config" if options.config or options.model else options.preset)
     result = {"command": command_line(options.words), **measured}
@@ -245,9 +245,12 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
     sizes = {"hidden": config.hidden_size, "layers": config.num_layers, "heads": config.num_heads}
     sizes["sequence_length"] = config.max_sequence_length
     rows, batch = options.micro_batch or keys.micro_batch, keys.number("train_batch_size") or 0
-    steps = keys.number("gradient_accumulation_steps") or batch // rows  # of one replica, as here
-    if options.accumulation is None and batch and (not steps or batch % (rows * steps)):
-        raise CommandError(f"train_batch_size = {batch} in --config: no multiple of {rows * max(steps, 1)}; give one")
+    accumulation = keys.number("gradient_accumulation_steps")
+    steps = accumulation or batch // rows  # of one replica, as here
+    counts = not options.accumulation and not (accumulation and options.micro_batch)
+    if batch and counts and (not steps or batch % (rows * steps)):
+        fix = "give a multiple, or --accumulation"
+        raise CommandError(f"train_batch_size = {batch} in --config: no multiple of {rows * max(steps, 1)}; {fix}")
     of_config = {
         "granularity": keys.number("terapipe.granularity_tokens"),
         "stages": keys.number("pipeline.stages"),

@@ -26,7 +26,7 @@ from terapipe_ds.commands.options import (
     write_json,
 )
 from terapipe_ds.doctor import VERDICTS, Check, Line, deepspeed_json, installation, look, machine
-from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson
 from terapipe_ds.messages import colored
 from terapipe_ds.version import __version__
 
@@ -67,14 +67,15 @@ def run(options: DoctorOptions) -> None:
             "--quiet is for the text, and --json prints all findings: leave one out, or give --json FILE"
         )
     ranks = None if options.stages is None else options.stages * (options.data or 1)
-    with contextlib.suppress(CommandError, OSError):  # the findings on the config name its faults
-        keys = DeepSpeedJson({} if options.config is None else read_json(options.config, "--config"))
+    file = None if options.config is None else deepspeed_json.read(options.config)
+    with contextlib.suppress(CommandError):  # the findings on the config name its faults
+        keys = DeepSpeedJson({} if file is None else file[1])
         inner = [keys.number(key, 0) or 1 for key in ("tensor_parallel.autotp_size", "sequence_parallel_size")]
         ranks = ranks and ranks * math.prod(inner)
     checks = {"installation": installation.CHECKS, "machine": machine.checks(ranks)}
-    if options.config is not None:
-        path, shape = options.config, (options.stages, options.data, options.sequence_length)
-        checks["config"] = (Check(path, lambda: deepspeed_json.findings(path, *shape)),)
+    if file is not None:
+        shape = options.stages, options.data, options.sequence_length
+        checks["config"] = (Check("config", lambda: deepspeed_json.findings(file, *shape)),)
     found = [(group, line) for group, of_group in checks.items() for check in of_group for line in look(check)]
     counts = Counter(line.verdict for _, line in found)
 

@@ -57,7 +57,7 @@ def run(options: ShowOptions) -> None:
     try:
         path, counts = options.from_csv if options.file is None else options.file, options.slices
         if path in SCHEDULE_NAMES and not os.path.exists(path):
-            raise CommandError(f"{path} is the name of a schedule, and no file: give --schedule {path}")
+            raise CommandError(f"{path} is the name of a schedule, not of a file: give --schedule {path}")
         if path is None:
             schedule = options.build(counts[0] if len(counts) == 1 else counts)
         else:

@@ -21,24 +21,30 @@ from terapipe_ds.schedule.show import many
 if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig
 
+File = tuple[Line, dict[str, Any]]  # the line on a config's file, and its content
 _MOST_UNITS = 50_000  # they take a second or two
 
 
-def findings(path: str, stages: int | None, replicas: int | None, sequence_length: int | None = None) -> Iterator[Line]:
+def read(path: str) -> File:
+    """Read a config. Call it once: a pipe is empty then."""
+    try:
+        return Line("ok", "file", path), read_json(path, "--config")
+    except CommandError as error:
+        return Line("fail", "file", str(error)), {}
+    except OSError as error:
+        return Line("fail", "file", f"{path}: {error.strerror}", "give the path of a DeepSpeed JSON"), {}
+
+
+def findings(file: File, stages: int | None, replicas: int | None, tokens: int | None = None) -> Iterator[Line]:
     """Yield the lines on a config; with None, the number of stages, replicas or tokens is not known."""
     from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
     from terapipe_ds.config.strategy_file import sizes_of
     from terapipe_ds.config.unknown_keys import misspelt_keys
 
-    try:
-        content = read_json(path, "--config")
-    except CommandError as error:
-        yield Line("fail", "file", str(error))
+    of_file, content = file
+    yield of_file
+    if of_file.verdict == "fail":
         return
-    except OSError as error:
-        yield Line("fail", "file", f"{path}: {error.strerror}", "give the path of a DeepSpeed JSON")
-        return
-    yield Line("ok", "file", path)
     try:
         config = TeraPipeConfig.from_deepspeed(content)
     except TeraPipeConfigError as error:
@@ -63,7 +69,7 @@ def findings(path: str, stages: int | None, replicas: int | None, sequence_lengt
         yield Line("fail", "pipeline.stages", f"{wanted}, and the run has {stages}", "set it to that, or leave it out")
     stages = stages or wanted
     yield from _batch(keys, replicas)
-    yield from _cut(config, sequence_length)
+    yield from _cut(config, tokens)
     yield from _runs(config, keys, stages, _accumulation(keys, replicas))
     yield from _layout(config, stages)
     yield from _profile(config)

@@ -124,7 +124,9 @@ def test_show_takes_one_number_of_slices_per_micro_batch(capsys: pytest.CaptureF
     assert from_csv(text, name="gpipe") == build("gpipe", 2, 2, [3, 1])
 
 
-def test_show_writes_and_reads_csv(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_show_writes_and_reads_csv(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "mine.csv"
     assert shown(capsys, "show", *SEQ1F1B, "--csv", str(path)) == ""
     schedule = build("seq1f1b", 4, 2, 4)
@@ -136,6 +138,9 @@ def test_show_writes_and_reads_csv(capsys: pytest.CaptureFixture[str], tmp_path:
     assert json.loads(again)["orders"] == [schedule.compute_order(k) for k in range(4)]
     assert json.loads(again)["name"] == "mine"
     assert json.loads(again)["peak_live_slices"] == [7, 6, 5, 4] and json.loads(again)["num_slots"] == 22
+    monkeypatch.chdir(tmp_path)
+    path.rename("gpipe")  # also the name of a schedule
+    assert shown(capsys, "show", "gpipe", "--csv") == to_csv(schedule)
 
 
 def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +168,7 @@ ERRORS = {
     "plan --model nano-2 --device h1000": "--stages is missing: give the number of pipeline stages; unknown model size",
     f"{SHOW} --from-csv x.csv": "not allowed with argument --schedule",
     "show --schedule gpipe": "--stages is missing",
-    "show 1f1b": "1f1b is the name of a schedule, and no file: give --schedule 1f1b",
+    "show 1f1b": "1f1b is the name of a schedule, not of a file: give --schedule 1f1b",
     "plan --model hub/name --device h100 --stages 2": "hub/name: No such file or directory; give a decoder's config.js",
     "show --schedule gpipe --stages 99999999": "--stages 99999999: give a number <= 10000",
     f"{OF_TWO} --slices 3,x": "--slices 3,x: give integers >= 1",

@@ -37,10 +37,11 @@ def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
         raise CommandError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
     taken = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
     others = ["pipeline.activation_checkpoint_interval", "fp16.enabled", "torch_autocast.enabled", "scheduler"]
-    others += [f"optimizer.params.{key}" for key in params if key not in (*taken, "torch_adam", "fused", "foreach")]
+    accepted = *taken, "torch_adam", "fused", "foreach", "set_grad_none"  # the last three change no result
+    others += [f"optimizer.params.{key}" for key in params if key not in accepted]
     for key in others:
         if not says_nothing(key, value_at(ds_config, key)):
-            raise CommandError(f"torch runs here without what {key} in the config stands for")
+            raise CommandError(f"torch runs here without {key}, which the config asks for")
     if sums != torch.float32 and not (is_bf16 and sums == torch.bfloat16):
         raise CommandError(
             "torch sums gradients here in fp32 or as the weights are: change data_types.grad_accum_dtype"

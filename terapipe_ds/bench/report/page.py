@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import importlib
 import json
 import os
 import zlib
@@ -19,7 +20,6 @@ import terapipe_ds.bench.report.plots as plots
 import terapipe_ds.bench.report.text as text
 import terapipe_ds.timeline.interactive as interactive_pages
 from terapipe_ds.bench.report.data import GIVE, SYSTEMS, ReportError, Result, Run, RunGroup, read_result
-from terapipe_ds.compat.versions import is_there
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.bounded import read_bytes, unpacked
 from terapipe_ds.files.strict_json import JsonError, parse_json
@@ -60,9 +60,12 @@ def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_packages() -> None:
-    """Raise `ReportError` where a package that a report needs is missing."""
-    if missing := [name for name in ("matplotlib", "jinja2") if not is_there(name)]:
-        raise ReportError(f"the report needs {' and '.join(missing)}: pip install matplotlib jinja2")
+    """Raise `ReportError` if a package that a report needs is missing or broken."""
+    try:
+        importlib.import_module("matplotlib")
+        importlib.import_module("jinja2")
+    except ImportError as error:
+        raise ReportError(f"the report needs matplotlib and jinja2 ({error}): pip install matplotlib jinja2") from error
 
 
 def render_page(data: object, interactive: bool = False) -> str:

@@ -68,7 +68,7 @@ def size_of_config(path: str) -> ModelSize:
         document = parse_json(read_bytes(path))
     except (OSError, JsonError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
-        fix = "give a decoder's config.json, which each model of the Hugging Face hub has among its files"
+        fix = "give a decoder's config.json, one of the files of its model on the Hugging Face hub"
         raise PlannerError(f"{path}: {problem}; {fix}") from None
     if not isinstance(document, dict):
         raise PlannerError(f"{path}: give a JSON object, the config.json of a decoder model")

@@ -42,7 +42,7 @@ class MeasuredParts:
 
     @classmethod
     def of_profile(cls, profile: Profile, *, of_this_run: bool = True) -> MeasuredParts:
-        """Return the layers of a profile; bytes of another run may be those of another optimizer, and are left out."""
+        """Return the layers of a profile, without the memory of another run, whose optimizer may differ."""
         layers, is_timed = layers_of_profile(profile), profile.layers is not None
         layers = layers if of_this_run else [dataclasses.replace(layer, memory=None) for layer in layers]
         bounds = tuple(range(len(layers) + 1)) if profile.layers is None else profile.layers.bounds

@@ -65,7 +65,7 @@ class Plans:
 
     @property
     def may_cut(self) -> bool:
-        """Return whether sequences of any length are cut, by the config or into slices that were set by hand."""
+        """Return whether the config or slices set by hand cut sequences, maybe of one length alone."""
         return not self._config.is_one_slice or any(choice.cuts for choice in self._by_hand.values())
 
     def _key(self, length: int) -> ChoiceKey:

@@ -52,7 +52,8 @@ from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 Specs = dict[int, MessageSpec]  # what a part sends, by the tokens of a slice
 
 _LINK_REPEATS = 5
-_STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two
+_STATES = {"adagrad": 1, "lion": 1, "muon": 1, "rmsprop": 1, "asgd": 1, "sgd": 0}  # per parameter; Adam's kin have two
+_MORE_STATES = ("amsgrad", "centered", "momentum")  # options of torch's optimizers that add one each
 
 
 @dataclass(frozen=True)
@@ -348,7 +349,7 @@ def _step_bytes(engine: PipelineEngine, trained: int) -> int:
         return 0
     dtype, sum_dtype = (str(dtype).removeprefix("torch.") for dtype in engine.get_data_types())
     optimizer = DEEPSPEED_OPTIMIZERS.get(type(engine.optimizer).__name__, "")
-    return bytes_of_step(trained, optimizer, dtype, sum_dtype, engine.seq_dp_world_size, is_narrow=is_narrow(engine))
+    return bytes_of_step(trained, optimizer, dtype, sum_dtype, engine.seq_dp_world_size, is_narrow=_is_narrow(engine))
 
 
 def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter]) -> int:
@@ -356,16 +357,21 @@ def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter
     here = sum(p.numel() * p.element_size() for p in parameters)
     if engine.optimizer is None or engine.zero_cpu_offload():
         return here
-    name = str(engine.optimizer_name() or "adam").lower()
-    states = next((tensors for known, tensors in _STATES.items() if known in name), 2)
-    if "sgd" in name and not engine.optimizer.param_groups[0].get("momentum"):
-        states = 0
     is_zero = engine.zero_optimization()  # which has fp32 copies of wide parameters too
     trained = [p for p in parameters if p.requires_grad]
-    least = 2 if is_narrow(engine) else 4
+    states, least = state_size(engine)
     master = least * sum(p.numel() for p in trained if is_zero or p.element_size() < 4)
-    total = sum(p.numel() * max(least, p.element_size()) * states for p in trained) + master
+    total = sum(p.numel() * max(least, p.element_size()) for p in trained) * states + master
     return here + total // state_ranks(engine)
+
+
+def state_size(engine: PipelineEngine) -> tuple[int, int]:
+    """Return how many states the optimizer keeps per parameter, and the least bytes of a number of them."""
+    name = str(engine.optimizer_name() or "adam").lower()
+    groups = [] if "muon" in name else getattr(engine.optimizer, "param_groups", [])  # its momentum is always there
+    more = sum(any(group.get(option) for group in groups) for option in _MORE_STATES)
+    states = more + next((tensors for known, tensors in _STATES.items() if known in name), 2)
+    return states, 2 if _is_narrow(engine) else 4
 
 
 def state_ranks(engine: PipelineEngine) -> int:
@@ -373,6 +379,6 @@ def state_ranks(engine: PipelineEngine) -> int:
     return engine.seq_dp_world_size if engine.zero_optimization() or engine.bfloat16_enabled() else 1
 
 
-def is_narrow(engine: PipelineEngine) -> bool:
+def _is_narrow(engine: PipelineEngine) -> bool:
     """Return whether the optimizer's copy of weights and its states have 16 bits (`bf16_master_weights_and_grads`)."""
     return getattr(engine.optimizer, "low_precision_master_weights_and_grads", False)

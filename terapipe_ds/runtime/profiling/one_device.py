@@ -124,8 +124,8 @@ def partition(layers: Sequence[LayerSpec], num_stages: int) -> list[int]:
     Raises ValueError for more stages than layers.
     """
     if not 1 <= num_stages <= len(layers):
-        found = f"--stages, or pipeline.stages in --config, is {num_stages}: the model has {len(layers)} layers"
-        raise ValueError(f"{found}; give between 1 and {len(layers)}")
+        problem = f"--stages, or pipeline.stages in --config, is {num_stages}: the model has {len(layers)} layers"
+        raise ValueError(f"{problem}; give between 1 and {len(layers)}")
     with torch.device("meta"):
         counts = [sum(p.numel() for p in spec.build().parameters() if p.requires_grad) for spec in layers]
     return list(ds_utils.partition_balanced(weights=counts, num_parts=num_stages))

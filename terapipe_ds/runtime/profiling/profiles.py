@@ -26,7 +26,7 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, is_narrow, measure_parts, state_ranks
+from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts, state_ranks, state_size
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, device_name, profile_key
 from terapipe_ds.runtime.profiling.rounds import noise_warning
@@ -139,6 +139,7 @@ class Profiles:
             "granularity_tokens": self._config.granularity_for(length),
             "loss": "none" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
             "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
+            "states": state_size(engine),
             "zero_stage": engine.zero_optimization_stage(),
             "gradients": [str(engine.get_data_types()[1]), engine.zero_cpu_offload(), engine.zero_reduce_bucket_size()],
             "contiguous_gradients": engine.zero_contiguous_gradients(),
@@ -148,7 +149,6 @@ class Profiles:
             "ranks": [[nodes.index(node), *of_rank] for node, *of_rank in names],
             "products": torch.backends.cuda.matmul.fp32_precision,  # "tf32" multiplies up to eight times as fast
             "offload_activations": self._config.offload_activations,
-            **({"narrow_states": True} if is_narrow(engine) else {}),
             **({"keeps_logits": False} if hasattr(loss_fn, "of_hidden") else {}),
             **({"compile": True} if self._config.compile else {}),
             **({"keep_attention": True} if self._config.keep_attention else {}),

@@ -85,7 +85,7 @@ def tell_of_interrupts(rank: int | str, rendezvous: str, folder: str) -> None:
 
 
 def test_an_interrupt_is_for_the_process_that_started_the_ranks(tmp_path: Path) -> None:
-    """In a process that has started no other: the first start in Python's life lets the signal through."""
+    """A new process starts the ranks: only its first child also starts the resource tracker of Python."""
     words = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import test_bench_ranks as these; "
     words += f"these.spawn_ranks(these.tell_of_interrupts, 2, {str(tmp_path)!r}); "
     words += f"these.tell_of_interrupts('own', '', {str(tmp_path)!r})"

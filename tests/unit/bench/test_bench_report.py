@@ -5,6 +5,7 @@ import base64
 import html
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from terapipe_ds.bench import run
-from terapipe_ds.bench.report import ReportError, load_result, page, plots, render_page, write_report
+from terapipe_ds.bench.report import ReportError, load_result, plots, render_page, write_report
 from terapipe_ds.bench.report.data import read_result
 from terapipe_ds.bench.report.page import SETTINGS, timeline_pair
 from terapipe_ds.bench.report.text import headline, notes
@@ -406,11 +407,13 @@ def test_no_text_of_a_plot_runs_into_another_or_out_of_the_picture(name: str, da
 
 
 @pytest.mark.parametrize("words", [[], ["--from", "docs/results/2026-11-22-bench-cpu-2stage-epyc.json"]])
-def test_a_missing_package_is_found_before_the_run(
+def test_a_broken_package_is_found_before_the_run(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(page, "is_there", lambda name: name != "jinja2")
+    (tmp_path / "jinja2.py").write_text("raise ImportError('no numpy')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jinja2", raising=False)
     monkeypatch.setattr(run, "run_benchmark", lambda *_: pytest.fail("it must not run"))
     assert main(["bench", *words, "--html", str(tmp_path / "report.html")]) == 2
-    assert "the report needs jinja2: pip install matplotlib jinja2" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert "the report needs matplotlib and jinja2 (no numpy): pip install" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()

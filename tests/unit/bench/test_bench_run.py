@@ -167,8 +167,8 @@ def test_a_system_that_learned_something_else_is_an_error() -> None:
 ])  # fmt: skip
 def test_losses_under_autocast_agree_as_its_dtype_allows(autocast: dict[str, Any], tolerance: float) -> None:
     for share, is_error in ((0.8, False), (1.2, True)):
-        told = result(loss=5.1 * (1 - share * tolerance) - 0.1, ds_config={"torch_autocast": autocast})["runs"][1]
-        assert ("they must agree" in told.get("error", "")) is is_error
+        row = result(loss=5.1 * (1 - share * tolerance) - 0.1, ds_config={"torch_autocast": autocast})["runs"][1]
+        assert ("they must agree" in row.get("error", "")) is is_error
 
 
 def test_the_table_has_a_line_per_run() -> None:
@@ -185,9 +185,9 @@ def test_peaks_are_in_millions_of_bytes_and_the_timeline_is_of_the_median_step()
         slow["peak_bytes"], (events, _) = 70 * 10**6, slow["events"]
         longer = [event._replace(end_s=event.end_s + 1) for event in events]
         slow["events"] = [longer, events]  # 16 and 13 seconds, whose lower median is the second step
-    told = result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, found)
-    assert "  70/70  " in render(told)
-    drawn = Timeline.from_json(json.dumps(told["runs"][0]["timeline"]))
+    whole = result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, found)
+    assert "  70/70  " in render(whole)
+    drawn = Timeline.from_json(json.dumps(whole["runs"][0]["timeline"]))
     assert drawn.events[0].end_s - drawn.events[0].start_s == pytest.approx(2.0)
 
 
@@ -328,6 +328,8 @@ def test_a_config_and_a_model_of_ones_own(tmp_path: Path, capsys: pytest.Capture
     assert "not taken: terapipe.planner.memory_limit_gb = 1:" in capsys.readouterr().err
     job = command.job_of(arguments(*words, "--accumulation", "2", "--stages", "2"))
     assert job.accumulations == (2,) and not (job.ds_config or {})["pipeline"]  # the engine would compare its stages
+    config.write_text(json.dumps(settings | {"train_batch_size": 9}))
+    assert command.job_of(arguments(*words, "--micro-batch", "2")).accumulations == (3,)
     del settings["gradient_accumulation_steps"]
     for batch, steps in ((12, (4,)), (2, ()), (10, ())):  # sequences of a step, as DeepSpeed divides them
         config.write_text(json.dumps(settings | {"train_batch_size": batch}))
@@ -491,7 +493,9 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
         adam_options({**plain, **changes})
 
 
-@pytest.mark.parametrize("params", [{}, {"weight_decay": 0.5, "bias_correction": True, "adam_w_mode": True}])
+@pytest.mark.parametrize(
+    "params", [{}, {"weight_decay": 0.5, "bias_correction": True, "adam_w_mode": True, "set_grad_none": True}]
+)
 def test_torch_decays_weights_as_deepspeed_does_where_the_config_does_not_say(params: dict[str, Any]) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 

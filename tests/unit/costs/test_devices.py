@@ -109,6 +109,6 @@ def test_a_card_of_ones_own_is_checked_as_well() -> None:
 def test_a_share_of_the_peak_that_nobody_has_published_is_a_warning(mfu: float, warns: bool) -> None:
     size, card = model_size("llama-3-8b"), device_card("h100")
     seconds = 4 * size.training_flops(8192) / (2 * mfu * 989.4e12)  # of four sequences on two devices
-    found = Utilisation.of(size, card, "bf16", (4, 8192), seconds, 2)
-    assert found.mfu == pytest.approx(mfu) and found.tokens_per_s_per_device == pytest.approx(4 * 8192 / seconds / 2)
-    assert any(line.startswith("warning: above all published runs") for line in found.lines(card)) is warns
+    use = Utilisation.of(size, card, "bf16", (4, 8192), seconds, 2)
+    assert use.mfu == pytest.approx(mfu) and use.tokens_per_s_per_device == pytest.approx(4 * 8192 / seconds / 2)
+    assert any(line.startswith("warning: above all published runs") for line in use.lines(card)) is warns

@@ -193,7 +193,7 @@ USUAL: dict[str, Any] = {
 def of_config(folder: Path, stages: int | None = None, data: int | None = None, **changes: Any) -> dict[str, Line]:
     path = folder / "ds.json"
     path.write_text(json.dumps({**USUAL, **changes}))
-    return {line.name: line for line in deepspeed_json.findings(str(path), stages, data)}
+    return {line.name: line for line in deepspeed_json.findings(deepspeed_json.read(str(path)), stages, data)}
 
 
 def test_a_healthy_config(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_strategy_has_the_sizes_of_the_batch(tmp_path: Path, monkeypatch: pyte
     words = "--model nano --device cpu-core --devices 2 --stages 2 --global-batch 4 --sequence-length 64"
     assert main(["strategy", *words.split(), "--strategy-out", "mine.json"]) == 0
     Path("ds.json").write_text(json.dumps({"terapipe": {"enabled": True, "strategy": "mine.json"}}))
-    lines = [line for line in deepspeed_json.findings("ds.json", 2, 1) if line.name == "batch"]
+    lines = [line for line in deepspeed_json.findings(deepspeed_json.read("ds.json"), 2, 1) if line.name == "batch"]
     assert [line.verdict for line in lines] == ["ok"] and "train_batch_size 4" in lines[0].found
 
 
@@ -330,7 +330,7 @@ def test_a_file_that_is_none(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)
-    (line,) = deepspeed_json.findings(str(path), None, None)
+    (line,) = deepspeed_json.findings(deepspeed_json.read(str(path)), None, None)
     assert (line.verdict, line.name) == ("fail", "file")
 
 
@@ -360,6 +360,11 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     report = json.loads(capsys.readouterr().out)
     assert report["counts"] == {"ok": 2, "note": 1, "fail": 1}
     assert [check["group"] for check in report["checks"]] == ["installation", "machine", "config", "config"]
+    reads, writes = os.pipe()
+    os.write(writes, json.dumps(USUAL).encode())
+    os.close(writes)
+    assert main(["doctor", "--config", f"/dev/fd/{reads}"]) == 0  # a pipe of the shell
+    assert f"ok       file                 /dev/fd/{reads}" in capsys.readouterr().out
     assert main(["doctor", "--data", "3"]) == 2 and "--data goes with --stages" in capsys.readouterr().err
     assert main(["doctor", "--quiet", "--json"]) == 2 and "leave one out" in capsys.readouterr().err
 
@@ -392,7 +397,7 @@ def test_slices_and_a_length(
 ) -> None:
     section = {"enabled": True, "slices": slices, "granularity_tokens": granularity}
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 4, "terapipe": section}))
-    lines = deepspeed_json.findings(str(tmp_path / "ds.json"), None, None, length)
+    lines = deepspeed_json.findings(deepspeed_json.read(str(tmp_path / "ds.json")), None, None, length)
     (line,) = [line for line in lines if line.name == "slices"]
     assert line.verdict == verdict and part in f"{line.found}: {line.fix}", line
 

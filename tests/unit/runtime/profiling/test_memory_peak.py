@@ -73,7 +73,8 @@ def test_bytes_outside_the_allocator_are_those_that_it_cannot_get(monkeypatch: p
 
 
 @pytest.mark.parametrize(("kind", "options"), [
-    ("Adam", {}), ("AdamW", {}), ("Adagrad", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}),
+    ("Adam", {}), ("AdamW", {}), ("Adagrad", {}), ("ASGD", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}),
+    ("Adam", {"amsgrad": True}), ("RMSprop", {}), ("RMSprop", {"momentum": 0.9, "centered": True}),
 ])  # fmt: skip
 def test_states_are_counted_before_the_optimizer_has_any(kind: str, options: dict[str, Any]) -> None:
     parameters = [torch.nn.Parameter(torch.ones(7, 3)), torch.nn.Parameter(torch.ones(5), requires_grad=False)]

@@ -147,6 +147,10 @@ def test_a_given_profile_is_compared_with_the_granules_of_the_search(
 # -- what a profile is valid for -----------------------------------------------------------------------------------
 
 
+def _optimizer(momentum: float = 0.9, is_narrow: bool = False) -> Any:
+    return SimpleNamespace(low_precision_master_weights_and_grads=is_narrow, param_groups=[{"momentum": momentum}])
+
+
 def _file_of(monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], **changes: Any) -> Path:
     """Return the file of a job's profile in `cache_dir`; `changes` are of its engine."""
     given: dict[str, Any] = {
@@ -155,7 +159,7 @@ def _file_of(monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], **changes
     }  # fmt: skip
     loss = changes.pop("loss_fn", nn.functional.cross_entropy)
     fields = {"device": "cpu", "module": SimpleNamespace(loss_fn=loss), "seq_dp_world_size": 2, "num_stages": 2}
-    fields |= {"optimizer": SimpleNamespace(low_precision_master_weights_and_grads=False)}
+    fields |= {"optimizer": _optimizer()}
     fields |= {name: changes.pop(name) for name in [*fields] if name in changes}
     asked = {name: lambda value=value: value for name, value in (given | changes).items()}
     monkeypatch.setattr(profiles, "gather", lambda own, group: [own])
@@ -171,7 +175,7 @@ def _file_of(monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], **changes
     {"zero_optimization_stage": 0}, {"get_data_types": (torch.bfloat16, torch.bfloat16)}, {"zero_cpu_offload": True},
     {"zero_reduce_bucket_size": 2000}, {"zero_contiguous_gradients": False}, {"optimizer_name": "sgd"},
     {"seq_dp_world_size": 4}, {"num_stages": 1}, {"loss_fn": nn.functional.nll_loss}, {"loss_fn": None},
-    {"optimizer": SimpleNamespace(low_precision_master_weights_and_grads=True)}, {"optimizer": nn.Linear(1, 1)},
+    {"optimizer": _optimizer(is_narrow=True)}, {"optimizer": nn.Linear(1, 1)},
     {"section": {"granularity_tokens": 128}}, {"section": {"offload_activations": True}},
     {"section": {"compile": True}}, {"section": {"links": {"forward": "int8"}}},
     {"section": {"recompute": "full", "keep_attention": True}},
@@ -182,6 +186,8 @@ def test_a_job_whose_costs_or_bytes_differ_has_a_file_of_its_own(
     usual = _file_of(monkeypatch, {})
     assert _file_of(monkeypatch, {}) == usual and _file_of(monkeypatch, {"check_finite": "every_step"}) == usual
     assert _file_of(monkeypatch, changes.pop("section", {}), **changes) != usual
+    momenta = {_file_of(monkeypatch, {}, optimizer_name="sgd", optimizer=_optimizer(m)) for m in (0.0, 0.9, 0.8)}
+    assert len(momenta) == 2
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 77)
         assert _file_of(monkeypatch, {}) != usual

@@ -303,11 +303,12 @@ OLDER_PLAN = {
     for name in names
 }
 VERIFIED = {"verify": "first_batch"}
+ODD_AND_TIED = {"vocab_size": 67, "tie_word_embeddings": True}
 CASES: dict[str, dict[str, Any]] = {
     # fewer key and value heads than ranks, and norms whose gradients the ranks sum, which plans of 4.57 do not name
     "shared heads": {"family": "qwen3", "grid": (1, 1, 4), "fields": {"base_model_tp_plan": OLDER_PLAN}},
     # tied embeddings: one rank has more of them than the other (gemma2 has a forward of its own for them: each has all)
-    "odd vocabulary, clipping": {"family": "gemma3_text", "grid": BOTH, "fields": {"vocab_size": 67}, "clipping": 0.01},
+    "odd vocabulary, clipping": {"family": "llama", "grid": BOTH, "fields": ODD_AND_TIED, "clipping": 0.01},
     # biases beside divided weights, which count once in the norm; DeepSpeed's norm is fp32
     "biases, clipping": {"family": "phi", "grid": BOTH, "clipping": 0.01},
     "zero bubble": {"family": "gpt_neox", "grid": BOTH, "schedule": "seq1f1b-zb"},
@@ -335,10 +336,10 @@ CASES: dict[str, dict[str, Any]] = {
     "tied copies, clipping": {"family": "gemma2", "grid": BOTH, "fields": {"vocab_size": 67}, "clipping": 0.01},
     "all logits, tied copies": {"family": "gemma2", "grid": BOTH, "all_logits": True, "fields": {"vocab_size": 67}},
     "one shared head": {"family": "gemma", "grid": BOTH, "fields": {"num_key_value_heads": 1}},
-    "odd, tied": {"family": "gemma3_text", "grid": BOTH, "fields": {"vocab_size": 67}},
+    "odd, tied": {"family": "olmo", "grid": BOTH, "fields": ODD_AND_TIED},
     "odd, untied": {"family": "llama", "grid": BOTH, "fields": {"vocab_size": 67}},
     "all logits": {"family": "llama", "grid": BOTH, "all_logits": True},
-    "all logits, tied": {"family": "gemma3_text", "grid": BOTH, "all_logits": True, "fields": {"vocab_size": 67}},
+    "all logits, tied": {"family": "llama", "grid": BOTH, "all_logits": True, "fields": ODD_AND_TIED},
     "replicas": {"family": "phi", "grid": (1, 2, 2)},
     "zbv": {"family": "llama", "grid": BOTH, "schedule": "zbv"},
     "copies": {"family": "qwen3", "grid": BOTH, "schedule": "chimera-seq"},

@@ -305,11 +305,11 @@ CASES: dict[str, tuple[Callable[[PipelineEngine], Any], dict[str, Any]]] = {
     "a topology with the data axis first": (
         IMAGES, on_images(stages=None, module={"topology": ProcessTopology(["data", "pipe"], [1, 2])}),
     ),
+    "decoders by type": (TEXT, {"module": {"partition_method": "type:DecoderLayer"}, "scheduler": engines.WARMUP}),
+    "tied layers": (TEXT, {"layers": tied_layers}),
     "data parallel": (
         IMAGES, on_images(stages=None, gradient_clipping=0.1, module={"topology": PipeDataParallelTopology(1, 2)}),
     ),
-    "decoders by type": (TEXT, {"module": {"partition_method": "type:DecoderLayer"}, "scheduler": engines.WARMUP}),
-    "tied layers": (TEXT, {"layers": tied_layers}),
     "bf16, clipped": (TEXT, {"bf16": {"enabled": True}, "gradient_clipping": 0.1}),
     "fp16 and ZeRO 1": (TEXT, {"fp16": FP16, **engines.ZERO1, "pipeline": CHECKPOINTED}),
     "labels in a dict": (

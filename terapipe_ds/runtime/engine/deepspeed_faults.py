@@ -48,14 +48,15 @@ def clip_fp32(module: nn.Module, grid: Any, limit: float) -> torch.Tensor:
     is_first = grid.get_slice_parallel_rank() == 0
     here = [p for p in trained if not getattr(p, "ds_pipe_replicated", False)]
     norms = [p.grad.float().norm() for p in here if p.grad is not None and (is_first or is_model_parallel_parameter(p))]
-    total = torch.stack([*norms, torch.zeros((), device=get_accelerator().current_device_name())]).square().sum()
+    total = torch.stack(norms or [torch.zeros((), device=get_accelerator().current_device_name())]).square().sum()
     torch_dist.all_reduce(total, group=grid.get_model_parallel_group())
     # replicas clip by the same number
     norm = total.sqrt() / grid.get_data_parallel_world_size()
     torch_dist.all_reduce(norm, group=grid.get_data_parallel_group())
+    factor = torch.full_like(norm, limit) / (norm + 1e-6)  # a number over a tensor is rounded twice
     for each in trained:
         assert each.grad is not None
-        each.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+        each.grad.mul_(factor.clamp(max=1.0))
     return norm
 
 

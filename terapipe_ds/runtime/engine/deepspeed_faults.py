@@ -53,10 +53,10 @@ def clip_fp32(module: nn.Module, grid: Any, limit: float) -> torch.Tensor:
     # replicas clip by the same number
     norm = total.sqrt() / grid.get_data_parallel_world_size()
     torch_dist.all_reduce(norm, group=grid.get_data_parallel_group())
-    factor = torch.full_like(norm, limit) / (norm + 1e-6)  # a number over a tensor is rounded twice
+    factor = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)  # a number over a tensor is rounded twice
     for each in trained:
         assert each.grad is not None
-        each.grad.mul_(factor.clamp(max=1.0))
+        each.grad.mul_(factor)
     return norm
 
 

@@ -94,12 +94,12 @@ class _Question:
 
         # from the slices of a pipeline without a limit, and from everything recomputed
         nothing = RecomputeChoice.of(self.parts, [Subset(0, 0, 0, ())] * len(self.parts), is_whole=False)
-        free = slices(nothing, None).plans[0]
+        free = slices(nothing, None)
         cut = SlicePlan.equal(length, min(2, -(-length // granularity)), granularity)
         found, starts, refused = [], [recompute_everything(self.parts, cut, self.num_micro_batches)], None
         with contextlib.suppress(MemoryLimitError):  # shorter slices may fit
-            starts.insert(0, self.layers(name, free))
-            found.append(self.result(name, free, starts[0]))
+            starts.insert(0, self.layers(name, free.plans[0]))
+            found.append(self.result(name, free.plans[0], starts[0]))
         for choice in starts:
             tried = set[tuple[tuple[int, ...], ...]]()
             # slices for these layers, then layers for those slices, until nothing changes
@@ -109,10 +109,19 @@ class _Question:
                     result = slices(choice, self.limit_bytes)
                     plan, before = result.plans[0], choice  # all micro-batches have the same
                     choice = self.layers(name, plan)
-                    if choice.layers == before.layers:
-                        found.append(dataclasses.replace(result, recompute=choice.layers, recompute_s=choice.again_s))
-                    else:
+                    if choice.layers != before.layers:
                         found.append(self.result(name, plan, choice, num_candidates=result.num_candidates))
+                        continue
+                    # the proof of the search is for these layers alone; no layers make a step shorter than none
+                    found.append(
+                        dataclasses.replace(
+                            result,
+                            recompute=choice.layers,
+                            recompute_s=choice.again_s,
+                            lower_bound_s=min(free.lower_bound_s, result.predicted_s),
+                            optimal=free.lower_bound_s >= result.predicted_s * (1 - 1e-9),
+                        )
+                    )
             except MemoryLimitError as error:  # these layers leave no room for the slices that the search met
                 refused = error
         if not found and refused is not None:

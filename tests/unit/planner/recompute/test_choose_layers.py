@@ -1,5 +1,6 @@
 """Which layers recompute: against every subset of small pipelines, and what the choice is made of."""
 
+import contextlib
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from terapipe_ds.planner.layers.layer import Layer
 from terapipe_ds.planner.recompute import PartLayers, choose_layers, plan_with_recompute
 from terapipe_ds.planner.recompute.choose_layers import recompute_everything
 from terapipe_ds.planner.recompute.frontier import MOST_SUBSETS, frontier
+from terapipe_ds.planner.search.candidates import compositions
 from terapipe_ds.schedule import Schedule, build
 from terapipe_ds.simulator import Replay
 
@@ -215,6 +217,30 @@ def test_a_search_has_an_answer_where_some_slices_do(granules: int) -> None:
         timeline = Replay.of(order).run(result.plans, list(choice.costs), memory=choice.memory)
         assert choice.layers == result.recompute and result.predicted_s == pytest.approx(timeline.makespan_s)
         assert result.peak_bytes == timeline.peak_bytes and max(timeline.peak_bytes or ()) <= limit
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_proof_holds_for_all_slices_and_layers(seed: int) -> None:
+    rng, schedule, answers = random.Random(seed), "seq1f1b", set()
+    for _ in range(12):
+        granules, micro_batches = rng.randint(2, 4), rng.randint(1, 3)
+        parts = [random_part(rng, 2, 2 * stage_id, alike=False) for stage_id in range(2)]
+        plans = [SlicePlan.of_granules(one, 4 * granules, 4) for one in compositions(granules, granules)]
+        orders = [build(schedule, 2, micro_batches, plan.num_slices) for plan in plans]
+        least = min(
+            max(Replay.of(order).peak_bytes(plan, recompute_everything(parts, plan, micro_batches).memory))
+            for plan, order in zip(plans, orders, strict=True)
+        )
+        limit, times = rng.choice((1.0, 1.2, 1.5, 5.0)) * least, []
+        for plan, order in zip(plans, orders, strict=True):
+            with contextlib.suppress(MemoryLimitError):
+                costs = list(choose_layers(parts, order, plan, limit).costs)
+                times.append(Replay.of(order).makespan(plan, costs))
+        result = plan_with_recompute(parts, 4 * granules, micro_batches, 4, schedule, limit)
+        assert result.lower_bound_s <= min(times) * (1 + 1e-9)
+        assert not result.optimal or result.predicted_s == pytest.approx(min(times), rel=1e-9)
+        answers.add(result.optimal)
+    assert answers == {True, False}
 
 
 def test_without_need_nothing_recomputes() -> None:

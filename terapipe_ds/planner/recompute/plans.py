@@ -3,13 +3,15 @@
 Fewer live bytes allow other slices, and other slices need other layers. So the search goes back and forth: it plans
 slices for the layers that recompute now, then chooses the fastest layers for those slices, which never takes longer. It
 starts from everything recomputed, and from the slices of a pipeline without a limit, and ends where nothing changes.
+Then it tries equal slices with their own layers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,10 +22,12 @@ from terapipe_ds.planner.errors import MemoryLimitError
 from terapipe_ds.planner.recompute.choose_layers import PartLayers, RecomputeChoice, choose_layers, recompute_everything
 from terapipe_ds.planner.recompute.frontier import Subset
 from terapipe_ds.planner.result import PlanResult, choose
+from terapipe_ds.planner.search.candidates import slice_counts
 from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.search.problem import BUDGET
 from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.schedule import Schedule, build
+from terapipe_ds.simulator import Replay
 
 _ROUNDS = 4  # of slices and layers; two are usual
 _SHARE = 6  # a search here has 1/6 of the budget of one without recomputation
@@ -124,9 +128,24 @@ class _Question:
                     )
             except MemoryLimitError as error:  # these layers leave no room for the slices that the search met
                 refused = error
+        found += self._equal(name, length, granularity, most, nothing, found)
         if not found and refused is not None:
             raise refused
         return min(found, key=lambda one: (one.predicted_s, sum(map(len, one.recompute or ())), -one.lower_bound_s))
+
+    def _equal(
+        self, name: str, length: int, granularity: int, most: int | None, free: RecomputeChoice, found: list[PlanResult]
+    ) -> Iterator[PlanResult]:
+        """Yield equal slices with their own layers, where they may be faster than the plans found so far."""
+        most_slices = min(most or length, -(-length // granularity))
+        best_s = min((one.predicted_s for one in found), default=math.inf)
+        for count in slice_counts(most_slices):
+            plan = SlicePlan.equal(length, count, granularity)
+            # layers that recompute only add time
+            if Replay.of(self._schedule(name, count)).makespan(plan, list(free.costs)) < best_s:
+                with contextlib.suppress(MemoryLimitError):
+                    yield (one := self.result(name, plan, self.layers(name, plan)))
+                    best_s = min(best_s, one.predicted_s)
 
     def layers(self, name: str, plan: SlicePlan) -> RecomputeChoice:
         """Return the layers that let one plan fit in the least time."""

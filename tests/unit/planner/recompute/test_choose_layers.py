@@ -243,6 +243,22 @@ def test_a_proof_holds_for_all_slices_and_layers(seed: int) -> None:
     assert answers == {True, False}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_is_never_slower_than_equal_slices(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(6):
+        parts, schedule = [random_part(rng, 2, 2 * stage_id, alike=False) for stage_id in range(2)], "seq1f1b"
+        least = limit_of([*parts, *parts], schedule, SlicePlan.equal(32, 4), 1.0)
+        limit, times = rng.uniform(0.2, 0.8) * least, []
+        for count in (1, 2, 3, 4, 6, 8):
+            with contextlib.suppress(MemoryLimitError):
+                equal = SlicePlan.equal(32, count, 4)
+                times.append(plan_with_recompute(parts, 32, 3, 4, schedule, limit, plan=equal).predicted_s)
+        if times:
+            result = plan_with_recompute(parts, 32, 3, 4, schedule, limit)
+            assert result.predicted_s <= min(times) * (1 + 1e-9)
+
+
 def test_without_need_nothing_recomputes() -> None:
     parts, plan = pipeline(), SlicePlan.equal(32, 4, 2)
     result = plan_with_recompute(parts, 32, 4, 2, "seq1f1b", limit_of(parts, "seq1f1b", plan, 9.0))

@@ -27,7 +27,7 @@ from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywh
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
 from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError
 from terapipe_ds.runtime.checkpoints.other_layouts import ENVELOPE, LISTED, PARAMETERS_ALONE, optimizer_states
-from terapipe_ds.runtime.checkpoints.save import LATEST, save_checkpoint
+from terapipe_ds.runtime.checkpoints.save import LATEST, finish_decoupled, save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
@@ -115,6 +115,7 @@ class SafeCheckpoints:
         engine, with_optimizer = self._engine, options.with_optimizer
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
             refuse_other_calls("load_checkpoint", {"tag": tag and str(tag), **options.compared()}, self._world)
+            finish_decoupled(engine)
             stack.enter_context(self._form_of(Path(load_dir), tag))
             # Before DeepSpeed reads, check that the checkpoint is whole and fits this engine
             chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)

@@ -397,3 +397,34 @@ def job_decoupled(folder: str, then: str) -> tuple[float, str, int]:
 def test_a_writer_that_goes_on_has_the_values_of_its_save(then: str, tmp_path: Path) -> None:
     """DeepSpeed's pipeline engine steps without it: its files have later values, and nothing writes `latest`."""
     assert rank_pool(2).run(job_decoupled, folder=str(tmp_path), then=then) == [(0.0, "early", 2)] * 2
+
+
+# -- names of folders ----------------------------------------------------------------------------------------------
+
+
+def job_names(folders: list[str], tag: str) -> list[float]:
+    """Return how far each loaded checkpoint is from the states at its save, and those of the folders from another."""
+    with engine_of(gpt_layers(), OURS) as engine:
+        saved = []
+        for folder in folders:
+            train(engine, batches(1))
+            saved.append(states_of(engine))
+            engine.save_checkpoint(folder, tag=tag)
+        found = []
+        for folder, states in zip(folders, saved, strict=True):
+            engine.load_checkpoint(folder)
+            found.append(error_of(states_of(engine), states))
+        return [*found, error_of(saved[0], saved[-1])]
+
+
+@pytest.mark.parametrize("tag", ["tag", "b[2]"])
+def test_a_folder_is_itself_whatever_its_name(tag: str, tmp_path: Path) -> None:
+    """DeepSpeed takes brackets for a pattern: it finds nothing, or loads from the other folder."""
+    for *found, distance in rank_pool(2).run(job_names, folders=[f"{tmp_path}/a[1]", f"{tmp_path}/a1"], tag=tag):
+        assert found == [0.0, 0.0] and distance > 0.0
+
+
+def test_a_tag_may_be_a_path(tmp_path: Path) -> None:
+    for found in rank_pool(2).run(job_names, folders=[f"{tmp_path}/here"], tag=f"{tmp_path}/there"):
+        assert found == [0.0, 0.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]

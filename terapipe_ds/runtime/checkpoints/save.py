@@ -68,7 +68,7 @@ class CheckpointPaths:
 
     def tag_of(self, path: Path) -> str:
         """Return the tag by which DeepSpeed finds `path`."""
-        return str(path.relative_to(self.folder))
+        return str(path.relative_to(self.folder) if path.is_relative_to(self.folder) else path)
 
     def prepare(self) -> None:
         """Clean up after killed saves, and make the folder to save in.

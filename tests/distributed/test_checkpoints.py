@@ -296,6 +296,24 @@ def test_states_of_another_scheduler_are_refused(saver: str, loader: str, told: 
         assert others == [("", "")] * 2
 
 
+def job_not_loaded(folder: str) -> list[Any]:
+    """Return the log of a start, and the errors of loads that DeepSpeed fails in, of one without states, of a step."""
+    zero = {"stage": 1, "elastic_checkpoint": True}
+    with engines.logged() as log, Chain((), "fp32").engine("seq1f1b", zero_optimization=zero) as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder)
+        options = {}, {"load_module_only": True, "custom_load_fn": print}, {"load_optimizer_states": False}
+        errors = [engines.raised_by(functools.partial(engine.load_checkpoint, folder, **each)) for each in options]
+        return [" ".join(log), *errors, engines.step_error(engine)]
+
+
+def test_loads_that_deepspeed_cannot_make_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    for told, elastic, custom, *others in rank_pool(2).run(job_not_loaded, folder=str(tmp_path)):
+        assert (elastic[0], custom[0], others) == ("TeraPipeConfigError", "TeraPipeConfigError", [("", "")] * 2)
+        assert f"load_checkpoint will be refused: {elastic[1]}" in told and "states that it saves of Adam" in elastic[1]
+        assert "custom_load_fn" in custom[1]
+
+
 def job_without_room(folder: str) -> tuple[str, str]:
     """Return the error of a load into another layout, in which the last rank has no memory for the moving states."""
     with Chain((), "fp32").engine("seq1f1b") as engine:

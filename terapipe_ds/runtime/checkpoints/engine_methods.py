@@ -198,6 +198,8 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
 
     def look() -> str | None:
         # The file of the first rank tells the sizes of all. DeepSpeed itself reports that it is missing
+        if options.custom_load_fn is not None:
+            return "load_checkpoint(custom_load_fn=...): DeepSpeed's pipelines do not take it, leave it out"
         problem = None if options.module_only else _problem_of_masters(engine, options.optimizer_states)
         path = None if folder is None else folder / "mp_rank_00_model_states.pt"
         if problem is not None or path is None or not path.is_file():
@@ -250,14 +252,10 @@ def _problem_of_universal(engine: PipelineEngine, path: Path) -> str | None:
 
 def warn_of_checkpoints(engine: PipelineEngine) -> None:
     """Warn before hours of training if checkpoints cannot be saved, or cannot be loaded whole."""
-    if (problem := problem_of_local_storage(engine)) is not None:
-        logger.warning("save_checkpoint will be refused: %s", problem)
-    if isinstance(engine.optimizer, BF16_Optimizer) and not engine.zero_optimization():
-        logger.warning(
-            "bf16 without ZeRO: DeepSpeed saves the optimizer states of one replica and cannot load them again; only "
-            'parameters can be resumed. Set "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": '
-            '"fp32"}'
-        )
+    problems = {"save": problem_of_local_storage(engine), "load": _problem_of_masters(engine, True)}
+    for call, problem in problems.items():
+        if problem is not None:
+            logger.warning("%s_checkpoint will be refused: %s", call, problem)
 
 
 @contextmanager
@@ -288,13 +286,21 @@ def refusing_other_optimizer(optimizer: Any) -> Iterator[None]:
 
 
 def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> str | None:
-    """Say why the next step would undo the load: without ZeRO, DeepSpeed may not load the fp32 copies."""
-    if engine.zero_optimization() or not hasattr(engine.optimizer, "refresh_fp32_params"):
+    """Say which states DeepSpeed cannot load; or why the next step would undo the load, without the fp32 copies."""
+    optimizer = engine.optimizer
+    is_elastic = load_optimizer_states and getattr(optimizer, "elastic_checkpoint", False)
+    if is_elastic and "step" not in optimizer.param_groups[0]:
+        return (
+            "zero_optimization.elastic_checkpoint: DeepSpeed cannot load the optimizer states that it saves of "
+            f"{type(optimizer.optimizer).__name__}. {PARAMETERS_ALONE}, and remove the key for the next time"
+        )
+    if engine.zero_optimization() or not hasattr(optimizer, "refresh_fp32_params"):
         return None
-    if isinstance(engine.optimizer, BF16_Optimizer):
+    if isinstance(optimizer, BF16_Optimizer):
         return (
             "DeepSpeed cannot load optimizer states in bf16 without ZeRO: it saved the states of one replica. "
-            f'{PARAMETERS_ALONE}, and set "zero_optimization": {{"stage": 1}} for the next time'
+            f'{PARAMETERS_ALONE}, and set "zero_optimization": {{"stage": 1}} and "data_types": {{"grad_accum_dtype": '
+            '"fp32"} for the next time'
         )
     if not load_optimizer_states:
         return (

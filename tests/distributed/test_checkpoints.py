@@ -6,6 +6,7 @@ States are compared by the names of parameters, as DeepSpeed's own functions ret
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 import shutil
@@ -551,6 +552,42 @@ def test_universal_checkpoints_that_would_be_loaded_in_part_are_refused(tmp_path
     assert "has 2 groups of parameters, and this one has 1" in groups and second == [groups, ": ", states]
     assert "neither frozen parameters nor buffers: 1.attention_norm.weight, " in frozen
     assert "universal checkpoints lack max_exp_avg_sq of Adam" in states
+
+
+def job_own_settings(precision: str, folder: str) -> list[Any]:
+    """Return for loads of both forms, with and without states, the errors of parameters and moments, and the settings.
+
+    The moments of an engine are compared with its own where it does not load any.
+    """
+    chain, found = Chain((), precision), list[Any]()
+    with chain.engine("seq1f1b", gradient_clipping=0.7) as engine:
+        engines.train(engine, engines.batches(STEPS))
+        engine.save_checkpoint(folder, tag="tag")
+        saved = states_of(engine)
+    convert(folder, "tag", inject_missing_state=True)
+    optimizer = {"type": "Adam", "params": {"lr": 0.03, "torch_adam": True}}
+    for is_universal, options in itertools.product((False, True), ({}, {"load_module_only": True}, ALONE)):
+        changes = {"checkpoint": {"load_universal": is_universal}, "gradient_clipping": 0.1, "optimizer": optimizer}
+        with chain.engine("seq1f1b", **changes) as engine:
+            engines.train(engine, engines.batches(1, first_seed=400))
+            wanted = states_of(engine) if options else saved
+            engine.load_checkpoint(folder, tag="tag_universal" if is_universal else "tag", **options)
+            now = states_of(engine)
+            kinds = (("value", saved), ("exp_avg", wanted), ("exp_avg_sq", wanted))
+            errors = [max(engines.error_of(now[n][kind], like[n][kind]) for n in now) for kind, like in kinds]
+            found.append([errors, engine.get_lr(), engine.optimizer.clip_grad, engines.step_error(engine)])
+    return found
+
+
+ALONE = {"load_optimizer_states": False}
+
+
+@pytest.mark.parametrize("precision", ["bf16_zero1_fp32_sums", full("fp32_zero1"), full("fp16_zero1")])
+def test_a_load_keeps_what_the_config_says_and_the_caller_leaves_out(precision: str, tmp_path: Path) -> None:
+    """DeepSpeed takes the clipping of the checkpoint, and of a universal one all states, whatever the caller says."""
+    for whole, *alone in rank_pool(2).run(job_own_settings, precision=precision, folder=str(tmp_path)):
+        for index, found in enumerate([whole, *alone]):
+            assert found == [[0.0] * 3, [0.03 if index % 3 else engines.LEARNING_RATE], 0.1, ("", "")], index
 
 
 # -- groups of parameters, and what is refused -----------------------------------------------------------------

@@ -129,9 +129,9 @@ class SafeCheckpoints:
                 if states is not None:
                     path = Path(engine._get_ckpt_name(load_dir, chosen.read_as))
                     stack.enter_context(states.loaded_in_order_of(path))
-            # After an error the parameters may be of two checkpoints, until a load of the same contents succeeds
-            scaler = getattr(engine.optimizer, "loss_scaler", None)
+            stack.enter_context(keeping_own(engine, with_optimizer))
 
+            # After an error the parameters may be of two checkpoints, until a load of the same contents succeeds
             @refusing_other_optimizer(engine.basic_optimizer)
             def load_all() -> Any:
                 return stock_load(load_dir, chosen.read_as, *options)
@@ -142,9 +142,6 @@ class SafeCheckpoints:
                 why = f"the load of {chosen.tag} failed ({describe(error)})"
                 self._half_loaded |= dict.fromkeys(options.loaded(), why)
                 raise
-            if scaler is not None and type(engine.optimizer.loss_scaler) is not type(scaler):
-                # ZeRO has taken the scaler of another precision: a constant 1.0 in place of fp16's
-                engine.optimizer.loss_scaler, engine.optimizer.dynamic_loss_scale = scaler, scaler.dynamic
         if loaded[0] is not None:
             self._half_loaded = {what: why for what, why in self._half_loaded.items() if what not in options.loaded()}
         for key in (LISTED, ENVELOPE):
@@ -256,6 +253,31 @@ def warn_of_checkpoints(engine: PipelineEngine) -> None:
     for call, problem in problems.items():
         if problem is not None:
             logger.warning("%s_checkpoint will be refused: %s", call, problem)
+
+
+@contextmanager
+def keeping_own(engine: PipelineEngine, with_optimizer: bool) -> Iterator[None]:
+    """Keep what DeepSpeed takes from a checkpoint although the config or the caller says otherwise.
+
+    This is the limit of `gradient_clipping`, and the loss scaler where the checkpoint has that of another precision, a
+    constant 1.0 for example. Without optimizer states it is also all but the parameters of a universal checkpoint.
+    """
+    optimizer, is_whole = engine.optimizer, engine.load_universal_checkpoint() and not with_optimizer
+    scaler, limit = getattr(optimizer, "loss_scaler", None), getattr(optimizer, "clip_grad", None)
+    owners = list[Any]()
+    if is_whole:
+        inner, lists = optimizer.optimizer, getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
+        mappings = (vars(each)["_hp_mapping"] for group in lists for each in group)
+        owners = [inner.state, *inner.param_groups, *(vars(each) for each in mappings if each is not None)]
+    kept = [{key: dict(v) if isinstance(v, dict) else v for key, v in owner.items()} for owner in owners]
+    yield
+    for owner, own in zip(owners, kept, strict=True):
+        owner.clear()
+        owner.update(own)
+    if limit is not None:
+        optimizer.clip_grad = limit
+    if scaler is not None and (is_whole or type(optimizer.loss_scaler) is not type(scaler)):
+        optimizer.loss_scaler, optimizer.dynamic_loss_scale = scaler, scaler.dynamic
 
 
 @contextmanager

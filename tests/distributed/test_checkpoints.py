@@ -315,6 +315,29 @@ def test_loads_that_deepspeed_cannot_make_are_refused_before_anything_changes(tm
         assert "custom_load_fn" in custom[1]
 
 
+FIRST_RUNS: list[dict[str, Any]] = [
+    {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
+    {**engines.ZERO1, "checkpoint": {"load_universal": True}},
+]  # fmt: skip
+
+
+def job_first_run(folder: str) -> list[Any]:
+    """Return the results of loads from an empty folder, which scripts make in each start, and the errors of a step."""
+    found = list[Any]()
+    for changes in FIRST_RUNS:
+        with Chain((), "fp32").engine("seq1f1b", **changes) as engine:
+            error = engines.raised_by(lambda: found.append(engine.load_checkpoint(folder)))
+            found.append((error, engines.step_error(engine)))
+    return found
+
+
+def test_a_folder_without_a_checkpoint_leaves_the_engine_as_it_is(tmp_path: Path) -> None:
+    for *others, (error, step) in rank_pool(2).run(job_first_run, folder=str(tmp_path)):
+        assert others == [(None, None), (("", ""), ("", ""))] * 2
+        assert error[0] == "ValueError" and "latest_universal does not exist" in error[1]  # DeepSpeed's own
+        assert step == ("", "")
+
+
 def job_without_room(folder: str) -> tuple[str, str]:
     """Return the error of a load into another layout, in which the last rank has no memory for the moving states."""
     with Chain((), "fp32").engine("seq1f1b") as engine:

@@ -140,7 +140,7 @@ class SafeCheckpoints:
                 loaded = load_everywhere(engine, self._world, load_all)
             except Exception as error:
                 why = f"the load of {chosen.tag} failed ({describe(error)})"
-                self._half_loaded |= dict.fromkeys(options.loaded(), why)
+                self._half_loaded |= dict.fromkeys(options.loaded() if folder else (), why)
                 raise
         if loaded[0] is not None:
             self._half_loaded = {what: why for what, why in self._half_loaded.items() if what not in options.loaded()}
@@ -194,12 +194,14 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
     is_universal = engine.load_universal_checkpoint()
 
     def look() -> str | None:
-        # The file of the first rank tells the sizes of all. DeepSpeed itself reports that it is missing
+        if folder is None:  # there is nothing to load
+            return None
         if options.custom_load_fn is not None:
             return "load_checkpoint(custom_load_fn=...): DeepSpeed's pipelines do not take it, leave it out"
         problem = None if options.module_only else _problem_of_masters(engine, options.optimizer_states)
-        path = None if folder is None else folder / "mp_rank_00_model_states.pt"
-        if problem is not None or path is None or not path.is_file():
+        # The file of the first rank tells the sizes of all. DeepSpeed itself reports that it is missing
+        path = folder / "mp_rank_00_model_states.pt"
+        if problem is not None or not path.is_file():
             return problem
         saved = read_states(path)
         problem = _problem_of_model(engine.module, saved) or _problem_of_scheduler(engine.lr_scheduler, saved, options)

@@ -22,6 +22,7 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss_weights import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
+from terapipe_ds.runtime.checkpoints.save import finish_decoupled
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, skips_nan
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
@@ -393,6 +394,7 @@ class BatchEnd:
         mark_gradients(self._engine.module, self._engine.optimizer)
         if self._stage.flops is not None:
             self._stage.flops.report()
+        finish_decoupled(self._engine)
         step()
         if copies_may_differ(self._layout, self._engine.basic_optimizer, self._engine.dp_world_size):
             take_owners_weights(self._engine.module)

@@ -160,7 +160,7 @@ def folder_of_peft(folder: str, targets: Any) -> tuple[float, bool]:
 
 
 def dtypes_beside_16_bits(folder: str, **adapter_fields: Any) -> list[bool]:
-    """Return whether trained weights have the dtypes that peft gives them, beside weights in bf16, by their source."""
+    """Return whether weights beside bf16 have the dtypes of peft, by their source; and merged ones bf16."""
     base, saved = f"{folder}/base", f"{folder}/adapters"
     if torch_dist.get_rank() == 0:
         AutoModelForCausalLM.from_config(config_of("llama"), dtype=torch.bfloat16).save_pretrained(base)
@@ -177,7 +177,10 @@ def dtypes_beside_16_bits(folder: str, **adapter_fields: Any) -> list[bool]:
         module = terapipe_ds.from_pretrained(source, num_stages=2, adapter=given)
         dtypes = {name: weight.dtype for name, weight in weights_of_all_stages(module).items()}
         found.append(all(expected[name] is dtype for name, dtype in dtypes.items()) and len({*dtypes.values()}) == 2)
-    return found
+    with engine_of(module, SECTION) as engine:
+        terapipe_ds.save_pretrained(engine, f"{folder}/merged", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype="auto")
+    return [*found, merged.config.dtype is merged.dtype is torch.bfloat16]
 
 
 def number_of_trials() -> int:
@@ -310,7 +313,7 @@ def test_what_peft_trains_is_trained_and_saved(fields: dict[str, Any], tmp_path:
 def test_adapters_beside_16_bits_have_32_as_in_peft(tmp_path: Path) -> None:
     """Without bf16 in DeepSpeed's config there are no other copies: small steps would round to nothing."""
     found = rank_pool(2).run(dtypes_beside_16_bits, folder=str(tmp_path), modules_to_save=["lm_head"])
-    assert found == [[True] * 4] * 2
+    assert found == [[True] * 5] * 2
 
 
 def test_layers_with_adapters_are_tried_once() -> None:

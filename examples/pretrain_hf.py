@@ -59,7 +59,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--tokenizer", metavar="FOLDER", help=tokenizers)
 
     data = parser.add_argument_group("data")
-    sources = "text files or directories; default: the source of Python's standard library"
+    sources = (
+        'text files, .jsonl files with {"text": ...} in each line, or directories of them; '
+        "default: the source of Python's standard library"
+    )
     data.add_argument("--data", nargs="+", default=(), metavar="PATH", help=sources)
     data.add_argument("--sequence-length", type=int, default=256)
 

@@ -69,7 +69,7 @@ def training_batches(
     Args:
         first_micro_batch: how many micro-batches each replica has used already; a resumed run starts there.
     """
-    starts = _number_of_windows(tokens, sequence_length)
+    starts = number_of_windows(tokens, sequence_length)
     while True:
         sample = (first_micro_batch * num_replicas + replica_id) * micro_batch_size
         draws = [random.Random(f"{seed} {sample + row}").random() for row in range(micro_batch_size)]
@@ -88,7 +88,7 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The same samples every time: windows spread evenly over ``tokens`` and shared out to the replicas."""
     total = num_micro_batches * num_replicas * micro_batch_size
-    starts = _number_of_windows(tokens, sequence_length)
+    starts = number_of_windows(tokens, sequence_length)
     for micro_batch in range(num_micro_batches):
         sample = (micro_batch * num_replicas + replica_id) * micro_batch_size
         yield _batch(tokens, [(sample + r) * starts // total for r in range(micro_batch_size)], sequence_length)
@@ -99,7 +99,8 @@ def _batch(tokens: Tensor, starts: Iterable[int], sequence_length: int) -> Batch
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def _number_of_windows(tokens: Tensor, sequence_length: int) -> int:
+def number_of_windows(tokens: Tensor, sequence_length: int) -> int:
+    """Return how many sequences a text has, one from each byte on. Raises ValueError if it has none."""
     windows = len(tokens) - sequence_length  # a window has one byte more than the sequence: the last label
     if windows < 1:
         raise ValueError(

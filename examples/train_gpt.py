@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from metrics import MetricsFile, draw_losses
-from text_data import VOCAB_SIZE, Corpus, training_batches, validation_batches
+from text_data import VOCAB_SIZE, Corpus, number_of_windows, training_batches, validation_batches
 from tqdm import tqdm
 
 import terapipe_ds
@@ -74,11 +74,24 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if min(args.steps, args.eval_batches) < 1:  # the last step evaluates, before it is saved
         parser.error("--steps and --eval-batches are 1 or more")
+    if not 0 < args.validation_fraction < 1:
+        parser.error("--validation-fraction is a share between 0 and 1")
     if min(args.eval_every, args.save_every) < 0:
         parser.error("--eval-every and --save-every: give 0 or more steps")
     if args.resume and not args.save_dir:
         parser.error("--resume needs --save-dir, the directory with the checkpoints")
     return args
+
+
+def load_text(args: argparse.Namespace) -> Corpus:
+    """Return the text, of which both parts have at least one sequence: the first evaluation may be hours away."""
+    try:
+        corpus = Corpus.load(args.data, max_bytes=args.max_bytes, validation_fraction=args.validation_fraction)
+        for tokens in (corpus.train, corpus.validation):
+            number_of_windows(tokens, args.sequence_length)
+    except (OSError, ValueError) as error:
+        end_with(str(error))
+    return corpus
 
 
 def build_model(args: argparse.Namespace, num_stages: int, topology: ProcessTopology | None = None) -> PipelineModule:
@@ -168,7 +181,7 @@ def main() -> None:
     rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     torch.manual_seed(args.seed + rank)  # for dropout; weights and samples have random numbers of their own
 
-    corpus = Corpus.load(args.data, max_bytes=args.max_bytes, validation_fraction=args.validation_fraction)
+    corpus = load_text(args)
     topology = grid_of(args, config, world_size)
     engine = build_engine(config, build_model(args, args.pipeline_stages or world_size, topology))
     state = None

@@ -173,9 +173,23 @@ def test_every_model_option_is_a_field_of_the_config(monkeypatch: pytest.MonkeyP
     expected = GPTConfig.from_name("tiny", **sizes, seed=7, **given)
     assert [str(spec) for spec in seen["layers"]] == [str(spec) for spec in gpt_layers(expected)]
     assert seen["num_stages"] == 2
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--deepspeed_config=x", "--eval-batches=0"])
-    with pytest.raises(SystemExit):  # or the evaluation after the last step fails, and that step is not saved
-        train_gpt.parse_arguments()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ("--eval-batches=0", "--steps and --eval-batches are 1 or more"),
+    ("--validation-fraction=1.5", "--validation-fraction is a share between 0 and 1"),
+    ("--data={} --sequence-length=100", "10 bytes of text are too few for sequences of 100"),
+    ("--data={}/nothing", "does not exist: give files, or directories of them"),
+])  # fmt: skip
+def test_a_run_ends_before_its_first_step_rather_than_at_an_evaluation(
+    options: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_gpt = example("train_gpt", monkeypatch)
+    (tmp_path / "text").write_text("0123456789" * 20)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--deepspeed_config=x", *options.format(tmp_path).split()])
+    with pytest.raises(SystemExit):
+        train_gpt.load_text(train_gpt.parse_arguments())
+    assert message in capsys.readouterr().err
 
 
 def test_a_grid_with_sequence_ranks_is_there_before_tied_layers(
@@ -183,7 +197,7 @@ def test_a_grid_with_sequence_ranks_is_there_before_tied_layers(
 ) -> None:
     train_gpt, calls, config = example("train_gpt", monkeypatch), [], tmp_path / "ds.json"
     owners = {
-        train_gpt: "prepare_cpu_rank", train_gpt.Corpus: "load", train_gpt.terapipe_ds: "register",
+        train_gpt: "prepare_cpu_rank load_text", train_gpt.terapipe_ds: "register",
         train_gpt.deepspeed: "init_distributed", train_gpt.deepspeed.comm: "get_rank get_world_size",
     }  # fmt: skip
     for owner, name in ((owner, name) for owner, names in owners.items() for name in names.split()):

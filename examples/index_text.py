@@ -45,6 +45,7 @@ def write_index(prefix: str | Path, files: Iterable[Path], tokenizer: Any, json_
 
     finals = [Path(f"{prefix}.bin"), Path(f"{prefix}.idx")]
     temporaries = [path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp") for path in finals]
+    finals[0].parent.mkdir(parents=True, exist_ok=True)
     builder = IndexedDatasetBuilder(str(temporaries[0]), dtype=DType.optimal_dtype(tokenizer.vocab_size))
     num_tokens = num_empty = 0
     try:

@@ -20,11 +20,10 @@ from typing import Any
 import deepspeed
 import torch
 from command_line import Parser, end_with
-from cpu_ranks import prepare_cpu_rank
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from metrics import MetricsFile, draw_losses
+from ranks import prepare_rank
 from text_data import VOCAB_SIZE, Corpus, number_of_windows, training_batches, validation_batches
 from tqdm import tqdm
 
@@ -175,8 +174,7 @@ def main() -> None:
         config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         end_with(f"--deepspeed_config {args.deepspeed_config} cannot be read: {error}")
-    prepare_cpu_rank(pin=args.pin)
-    get_accelerator().set_device(args.local_rank)
+    prepare_rank(pin=args.pin)
     deepspeed.init_distributed()
     rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     torch.manual_seed(args.seed + rank)  # for dropout; weights and samples have random numbers of their own

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from text_data import lines_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -71,13 +72,7 @@ def read_entries(files: Iterable[Path]) -> Iterator[Entry]:
 
 
 def _lines_of(file: Path) -> Iterator[str]:
-    """Yield the lines of a file. Line feeds alone end them, because JSON may hold what else splits lines in Python."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield line.decode().replace("\r\n", "\n")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file} is not UTF-8 text: {error.reason} in line {number}") from error
+    return (line.replace("\r\n", "\n") for line in lines_of(file))
 
 
 def _checked(entry: Any, where: str) -> Entry:

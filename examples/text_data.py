@@ -45,7 +45,8 @@ class Corpus:
         for file in files:
             if size >= max_bytes:
                 break
-            pieces.append(file.read_bytes()[: max_bytes - size])
+            with file.open("rb") as opened:
+                pieces.append(opened.read(max_bytes - size))
             size += len(pieces[-1])
         if size < 2:
             raise ValueError(f"no text in {list(paths)}: give --data text files, or directories that have some")
@@ -131,6 +132,20 @@ def text_files(paths: Sequence[str]) -> Iterator[Path]:
 def _is_text(file: Path) -> bool:
     with file.open("rb") as opened:
         return b"\0" not in opened.read(4096)
+
+
+def lines_of(file: Path) -> Iterator[str]:
+    """Yield the lines of a text file. Line feeds alone end them: JSON may hold what else splits lines in Python.
+
+    Raises:
+        ValueError: a line is not UTF-8.
+    """
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield line.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text: {error.reason} in line {number}; convert it") from error
 
 
 def standard_library() -> list[Path]:

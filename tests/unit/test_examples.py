@@ -87,9 +87,11 @@ def test_validation_is_the_same_text_spread_over_all_of_it(text_data: ModuleType
     assert sorted(draw(0, 2) + draw(1, 2)) == [23 * i for i in range(8)]
 
 
-def test_split_is_disjoint_and_complete(text_data: ModuleType, tmp_path: Path) -> None:
+def test_split_is_disjoint_and_complete(text_data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "numbers.txt"
     file.write_bytes(bytes(range(200)))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("a file may be larger than the memory"))
+    assert len(text_data.Corpus.load([str(file)], max_bytes=100).train) == 95
     corpus = text_data.Corpus.load([str(file)], max_bytes=1000, validation_fraction=0.25)
     assert corpus.train.tolist() == list(range(150))
     assert corpus.validation.tolist() == list(range(150, 200))

@@ -31,6 +31,7 @@ from terapipe_ds.runtime.checkpoints.save import LATEST, finish_decoupled, save_
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.sequence_axis import sequence_size
 from terapipe_ds.runtime.planning.plans import Plans
 
 _TP_DEGREE, _PP_DEGREE = constants.CHECKPOINT_TP_DEGREE, constants.CHECKPOINT_PP_DEGREE
@@ -89,7 +90,8 @@ class SafeCheckpoints:
         engine, stages = self._engine, range(self._layout.num_stages)
         parts = [[place.part_id for place in self._layout.places(stage_id)] for stage_id in stages]
         layout = {"parts_by_stage": parts, "first_layers": [int(layer_id) for layer_id in engine.module.parts]}
-        training = {**self._plans.described(), "layout": layout}
+        ranks = {"sequence_ranks": sequence_size(engine.module)}  # which DeepSpeed counts as replicas in its files
+        training = {**self._plans.described(), "layout": layout, **ranks}
         with self._watchdog.long_call("save_checkpoint"), ExitStack() as stack:
             passed: dict[str, Any] = {"tag": str(tag or f"global_step{engine.global_steps}")}
             passed |= {"exclude_frozen_parameters": exclude_frozen_parameters}

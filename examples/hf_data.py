@@ -25,6 +25,7 @@ END = "<|end|>"  # of a document, in tokenizers that are trained here
 # For tokenizers that have no template. The marks around what the assistant says are transformers' own.
 SIMPLE_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ':\\n' }}"
+    "{% if message['content'] is not string %}{{ raise_exception('content is no text') }}{% endif %}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"

@@ -87,6 +87,10 @@ def test_what_the_template_does_not_take(hf_data: ModuleType, tokenizer: PreTrai
     tokenizer.chat_template = "{{ raise_exception('begin with a user') }}"
     with pytest.raises(ValueError, match="takes no such chat .begin with a user.: .*Be short"):
         hf_data.chat_documents(CHAT, tokenizer)
+    tokenizer.chat_template = None  # the simple one would train on Python's brackets
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is a slice?"}]}, CHAT[2]]
+    with pytest.raises(ValueError, match="takes no such chat .content is no text.: .*What is"):
+        hf_data.chat_documents(parts, tokenizer)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------

@@ -159,6 +159,30 @@ def folder_of_peft(folder: str, targets: Any) -> tuple[float, bool]:
     )
 
 
+def dtypes_beside_16_bits(folder: str, **adapter_fields: Any) -> list[bool]:
+    """Return whether weights beside bf16 have the dtypes of peft, by their source; and merged ones bf16."""
+    base, saved = f"{folder}/base", f"{folder}/adapters"
+    if torch_dist.get_rank() == 0:
+        AutoModelForCausalLM.from_config(config_of("llama"), dtype=torch.bfloat16).save_pretrained(base)
+    torch_dist.barrier()
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], **adapter_fields)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter)
+    if torch_dist.get_rank() == 0:
+        model.save_pretrained(saved)
+    torch_dist.barrier()
+    expected = {key.removeprefix("base_model.model."): p.dtype for key, p in model.named_parameters()}
+    skeleton = get_peft_model(terapipe_ds.skeleton(base), adapter)
+    found = []
+    for source, given in ((base, adapter), (saved, None), (skeleton, None), (model, None)):
+        module = terapipe_ds.from_pretrained(source, num_stages=2, adapter=given)
+        dtypes = {name: weight.dtype for name, weight in weights_of_all_stages(module).items()}
+        found.append(all(expected[name] is dtype for name, dtype in dtypes.items()) and len({*dtypes.values()}) == 2)
+    with engine_of(module, SECTION) as engine:
+        terapipe_ds.save_pretrained(engine, f"{folder}/merged", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype="auto")
+    return [*found, merged.config.dtype is merged.dtype is torch.bfloat16]
+
+
 def number_of_trials() -> int:
     """Return how many layers of a model with adapters are tried."""
     adapter = LoraConfig(r=2, target_modules=["q_proj"])
@@ -284,6 +308,12 @@ def test_what_peft_trains_is_trained_and_saved(fields: dict[str, Any], tmp_path:
     arguments = {"family": "qwen2", "terapipe": {**SECTION, "schedule": "zbv"}}
     errors = rank_pool(2).run(train_adapters, folder=str(tmp_path), **arguments, **fields)
     assert not engines.violations(errors)
+
+
+def test_adapters_beside_16_bits_have_32_as_in_peft(tmp_path: Path) -> None:
+    """Without bf16 in DeepSpeed's config there are no other copies: small steps would round to nothing."""
+    found = rank_pool(2).run(dtypes_beside_16_bits, folder=str(tmp_path), modules_to_save=["lm_head"])
+    assert found == [[True] * 5] * 2
 
 
 def test_layers_with_adapters_are_tried_once() -> None:

@@ -45,7 +45,7 @@ from tests.distributed.hugging_face_files import (
     save_apart,
     saved_without_source,
 )
-from tests.hugging_face_families import CONFIGS, config_of, known
+from tests.hugging_face_families import CONFIGS, IS_4, config_of, known
 
 USERS = "notes/a"  # a file that a user has put into the folder
 
@@ -297,6 +297,22 @@ def test_a_file_that_vanishes_later_stops_all_ranks(tmp_path: Path) -> None:
 def test_shards_in_folders_apart_are_said(tmp_path: Path) -> None:
     for kind, text in rank_pool(2).run(save_apart, folder=str(tmp_path)):
         assert kind == "SavingError" and "has no model-00002-of-00002.safetensors" in text and "Copy their" in text
+
+
+def configs_in_16_bits(folder: str) -> list[str]:
+    """Return the config.json that transformers writes for a model whose router is in fp32, and that of the stages."""
+    read, own, ours = (f"{folder}/{name}" for name in ("read", "own", "ours"))
+    AutoModelForCausalLM.from_config(config_of("deepseek_v3"), dtype=torch.bfloat16).save_pretrained(read)
+    AutoModelForCausalLM.from_pretrained(read, dtype="auto").save_pretrained(own)
+    with engines.started(terapipe_ds.from_pretrained(read, num_stages=1), engines.unchecked()) as engine:
+        terapipe_ds.save_pretrained(engine, ours)
+    return [Path(each, "config.json").read_text() for each in (own, ours)]
+
+
+@pytest.mark.skipif(IS_4, reason="4.57 makes the router in 16 bits")
+def test_the_config_is_that_of_transformers(tmp_path: Path) -> None:
+    [(own, ours)] = rank_pool(1).run(configs_in_16_bits, folder=str(tmp_path))
+    assert ours == own
 
 
 def save_in_thread(folder: str) -> tuple[tuple[str, str], list[str]]:

@@ -226,7 +226,7 @@ def end_of_scaled_angles(config: Any) -> int | None:
     """
     most, ends = getattr(config, "max_position_embeddings", None), []
     for rope in _ropes(config):
-        kind, factor = _kind_of(rope), rope.get("factor")
+        kind, factor = str(rope.get("rope_type", rope.get("type", "default"))), rope.get("factor")
         if kind in ("dynamic", "longrope") and most:
             ends.append(most)
         elif kind in ("linear", "yarn", "llama3") and factor and most:
@@ -239,7 +239,3 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     of_types = [of_type for of_type in scaling.values() if isinstance(of_type, dict)]  # one for each type of layer
     return of_types or [scaling]
-
-
-def _kind_of(rope: dict[str, Any]) -> str:
-    return str(rope.get("rope_type", rope.get("type", "default")))

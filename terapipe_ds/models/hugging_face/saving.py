@@ -248,9 +248,9 @@ def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Te
 
 def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     model, config = module.blueprint.outline.model, copy.deepcopy(module.config)
-    # the config gives the dtype of the files, not the one that the engine computes in
-    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    config.dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if dtypes else config.dtype
+    # the first weight's dtype, as transformers has it: adapters and the routers of some families have more bits
+    dtypes = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+    config.dtype = str(next(dtypes, config.dtype)).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     vars(config).pop("transformers_weights", None)  # the name of the files that were read
     _write_settings(config, folder / "config.json")

@@ -106,9 +106,6 @@ class _Carried(dict[int, Tensor | None]):
 class _Layer(CacheLayerMixin, _States):
     """Show one decoder layer its part of the cache: keys, values, and states of any number and kind."""
 
-    is_sliding = False
-    number_of_states = 8
-
     def __init__(self, index: int, cache: SliceCache) -> None:
         self._index, self._cache = index, cache
         self.is_initialized = True

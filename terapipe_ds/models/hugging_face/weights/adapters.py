@@ -13,6 +13,7 @@ from pathlib import Path
 import peft
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
+from peft.functional import cast_adapter_dtype
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors.torch import save_file
@@ -133,6 +134,7 @@ class Adapters:
         with torch.random.fork_rng([]):
             torch.manual_seed(self._seed * 1_000_003 + zlib.crc32(f"adapters of {name}".encode()))
             inject_adapter_in_model(config, whole)
+        cast_adapter_dtype(whole, _NAME)  # 16 bits to 32, as get_peft_model does: small steps would round to nothing
         injected = whole.get_submodule(name)
         for key, parameter in injected.named_parameters():
             if parameter.requires_grad != (f"{name}.{key}" in self._trained):

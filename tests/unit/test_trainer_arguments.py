@@ -1,6 +1,7 @@
 """Arguments of Trainers over stages, in one process."""
 
 import contextlib
+import copy
 import dataclasses
 import importlib
 import json
@@ -133,6 +134,21 @@ def test_a_file_of_accelerate_launch_may_leave_out_sizes(
     assert raw.items() <= again.items()
 
 
+@pytest.mark.parametrize("of_json", [{}, {"bf16": {"enabled": "auto"}}, {"bf16": {"enabled": False}}], ids=str)
+@pytest.mark.parametrize("launched", ["no", "bf16", "fp16"])
+def test_accelerate_launch_sets_a_precision_as_without_stages(
+    launched: str, of_json: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    config = {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto", **of_json}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], deepspeed=copy.deepcopy(config))
+    stages = without_start(Stages, _raw={"terapipe": {"enabled": True}, **config}, section={"enabled": True})
+    found = stages.new_config(args).config
+    args.deepspeed_plugin.set_mixed_precision(launched)  # type: ignore[attr-defined]
+    expected = args.deepspeed_plugin.deepspeed_config  # type: ignore[attr-defined]
+    assert all(found[key]["enabled"] == expected[key]["enabled"] for key in ("bf16", "fp16"))
+
+
 @pytest.mark.parametrize("norm", [0.0, None])
 def test_a_norm_of_0_or_none_clips_nothing(norm: float | None, tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_grad_norm=norm)
@@ -227,6 +243,12 @@ def test_each_argument_is_served_or_refused_by_name() -> None:
 def test_values_that_stages_cannot_serve(args: dict[str, Any], ds_config: dict[str, Any], problem: str) -> None:
     problems = list(_of_args(TrainingArguments("folder", use_cpu=True, report_to=[], **args), ds_config))
     assert "; ".join(problems).startswith(problem) and len(problems) == bool(problem)
+
+
+def test_a_precision_of_accelerate_that_stages_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = TrainingArguments("folder", use_cpu=True, report_to=[])
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    assert list(_of_args(args, {})) == ["mixed_precision=fp8 of accelerate: give bf16, fp16 or no"]
 
 
 def test_a_class_of_arguments_may_have_other_defaults() -> None:

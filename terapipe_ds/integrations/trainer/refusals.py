@@ -146,6 +146,8 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
             f"label_smoothing_factor: Trainer of transformers {transformers.__version__} adds up the means of "
             "micro-batches and ranks, and does not average them: install 5.15 or a newer version"
         )
+    if (precision := precision_of(args)) not in ("no", "bf16", "fp16"):
+        yield f"mixed_precision={precision} of accelerate: give bf16, fp16 or no"
     optimizer = str(getattr(args.optim, "value", args.optim))
     if _needs_more(optimizer, ds_config, is_half=args.bf16 or args.fp16):
         yield f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another optimizer of torch"
@@ -154,6 +156,11 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
     if unserved := sorted(name for name in {*options} - {"use_reentrant"} if name != "selective" or options[name]):
         names = "activation_checkpointing_kwargs or gradient_checkpointing_kwargs"
         yield f'{names} {unserved}: set "recompute" in the terapipe section'
+
+
+def precision_of(args: TrainingArguments) -> str:
+    """Return the mixed precision that Trainer gives accelerate: the argument, or else what `accelerate launch` says."""
+    return "fp16" if args.fp16 else "bf16" if args.bf16 else os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
 
 
 def _fields_of_libraries(args: TrainingArguments) -> list[dataclasses.Field[Any]]:

@@ -245,10 +245,18 @@ def test_values_that_stages_cannot_serve(args: dict[str, Any], ds_config: dict[s
     assert "; ".join(problems).startswith(problem) and len(problems) == bool(problem)
 
 
-def test_a_precision_of_accelerate_that_stages_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "served", "refused"), [
+    ("MIXED_PRECISION", "bf16", "fp8"), ("DYNAMO_BACKEND", "NO", "INDUCTOR"),
+    ("USE_PARALLELISM_CONFIG", "false", "true"),  # Trainer would divide the number of labels by its ranks
+])  # fmt: skip
+def test_variables_of_accelerate_launch_that_stages_cannot_serve(
+    name: str, served: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = TrainingArguments("folder", use_cpu=True, report_to=[])
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    assert list(_of_args(args, {})) == ["mixed_precision=fp8 of accelerate: give bf16, fp16 or no"]
+    for value, count in ((served, 0), (refused, 1)):
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+        problems = list(_of_args(args, {}))
+        assert [problem.split(" of accelerate: ")[0] for problem in problems] == [f"ACCELERATE_{name}={value}"] * count
 
 
 def test_a_class_of_arguments_may_have_other_defaults() -> None:

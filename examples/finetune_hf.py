@@ -20,8 +20,6 @@ from typing import Any
 import deepspeed
 import torch
 from command_line import Parser, end_with
-from cpu_ranks import prepare_cpu_rank
-from deepspeed.accelerator import get_accelerator
 from hf_data import (
     Entry,
     Row,
@@ -36,6 +34,7 @@ from hf_data import (
     training_rows,
 )
 from metrics import MetricsFile
+from ranks import prepare_rank
 from text_data import text_files
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -309,8 +308,7 @@ def run(args: argparse.Namespace) -> MetricsFile:
 
 def main() -> None:
     args = parse_arguments()
-    prepare_cpu_rank(pin=args.pin)
-    get_accelerator().set_device(args.local_rank)
+    prepare_rank(pin=args.pin)
     deepspeed.init_distributed()
     torch.manual_seed(args.seed + deepspeed.comm.get_rank())  # for dropout
     run(args)

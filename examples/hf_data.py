@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from text_data import lines_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -24,6 +25,7 @@ END = "<|end|>"  # of a document, in tokenizers that are trained here
 # For tokenizers that have no template. The marks around what the assistant says are transformers' own.
 SIMPLE_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ':\\n' }}"
+    "{% if message['content'] is not string %}{{ raise_exception('content is no text') }}{% endif %}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
@@ -58,24 +60,20 @@ def read_entries(files: Iterable[Path]) -> Iterator[Entry]:
         ValueError: a line is something else, or a file is no UTF-8 text.
     """
     for file in files:
-        yield from _entries_of(file)
+        if file.suffix != ".jsonl":
+            yield {"text": "".join(_lines_of(file))}
+            continue
+        for number, line in enumerate(_lines_of(file), 1):
+            if line.strip():
+                try:
+                    entry = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
+                yield _checked(entry, f"{file}, line {number}")
 
 
-def _entries_of(file: Path) -> Iterator[Entry]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    if file.suffix != ".jsonl":
-        yield {"text": text}
-        return
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                entry = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
-            yield _checked(entry, f"{file}, line {number}")
+def _lines_of(file: Path) -> Iterator[str]:
+    return (line.replace("\r\n", "\n") for line in lines_of(file))
 
 
 def _checked(entry: Any, where: str) -> Entry:
@@ -307,13 +305,24 @@ class TextStream(IterableDataset):
     def _epoch(self) -> Iterator[list[int]]:
         tokens: list[int] = []
         for file in self.files:
-            with file.open(encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    tokens += self.tokenizer(line, add_special_tokens=False)["input_ids"]
-                    while len(tokens) >= self.length:
-                        yield tokens[: self.length]
-                        tokens = tokens[self.length :]
-            tokens = with_end(tokens, self.tokenizer)
+            for pieces in _documents_in(file):
+                for piece in pieces:
+                    tokens += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+                    for start in range(0, len(tokens) - self.length + 1, self.length):
+                        yield tokens[start : start + self.length]
+                    tokens = tokens[len(tokens) // self.length * self.length :]
+                tokens = with_end(tokens, self.tokenizer)
+
+
+def _documents_in(file: Path) -> Iterator[Iterable[str]]:
+    """Yield the documents of a file in pieces: a text file is one, and each line of a .jsonl file."""
+    if file.suffix != ".jsonl":
+        yield _lines_of(file)
+        return
+    for entry in read_entries([file]):
+        if "text" not in entry:
+            raise ValueError(f'{file} has chats: give {{"text": ...}} in each line, or train by finetune_hf.py')
+        yield [entry["text"]]
 
 
 # -- a model and a tokenizer of our own ------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from text_data import text_files
+from text_data import lines_of, text_files
 from tqdm import tqdm
 
 from terapipe_ds import compat
@@ -45,6 +45,7 @@ def write_index(prefix: str | Path, files: Iterable[Path], tokenizer: Any, json_
 
     finals = [Path(f"{prefix}.bin"), Path(f"{prefix}.idx")]
     temporaries = [path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp") for path in finals]
+    finals[0].parent.mkdir(parents=True, exist_ok=True)
     builder = IndexedDatasetBuilder(str(temporaries[0]), dtype=DType.optimal_dtype(tokenizer.vocab_size))
     num_tokens = num_empty = 0
     try:
@@ -71,14 +72,10 @@ def write_index(prefix: str | Path, files: Iterable[Path], tokenizer: Any, json_
 def documents(files: Iterable[Path], json_key: str) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each document."""
     for file in files:
-        try:
-            text = file.read_bytes().decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text ({error}): convert it") from error
         if file.suffix != ".jsonl":
-            yield str(file), text
+            yield str(file), "".join(lines_of(file))
             continue
-        for number, line in enumerate(text.split("\n"), start=1):
+        for number, line in enumerate(lines_of(file), start=1):
             if line.strip():
                 yield f"{file}:{number}", _text_of(line, json_key, f"{file}:{number}")
 

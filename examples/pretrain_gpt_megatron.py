@@ -22,10 +22,9 @@ import deepspeed
 import torch
 import torch.nn.functional as F
 from command_line import end_with
-from cpu_ranks import prepare_cpu_rank
-from deepspeed.accelerator import get_accelerator
 from megatron_arguments import parse_arguments
 from metrics import MetricsFile, draw_losses
+from ranks import prepare_rank
 from text_data import standard_library
 from tqdm import tqdm
 
@@ -237,8 +236,7 @@ def main() -> None:
         end_with(str(error))
     # so that the kernels of a collective start before those that it overlaps with, as in Megatron-LM's scripts
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    prepare_cpu_rank(pin=args.pin)
-    get_accelerator().set_device(args.local_rank)
+    prepare_rank(pin=args.pin)
     deepspeed.init_distributed()
     run(args)
     deepspeed.comm.destroy_process_group()

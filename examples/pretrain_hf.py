@@ -19,10 +19,9 @@ from typing import Any
 import deepspeed
 import torch
 from command_line import Parser, end_with
-from cpu_ranks import prepare_cpu_rank
-from deepspeed.accelerator import get_accelerator
 from hf_data import TextStream, read_entries, texts_of, tiny_llama, train_tokenizer
 from metrics import MetricsFile, draw_losses
+from ranks import prepare_rank
 from text_data import standard_library, text_files
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -59,7 +58,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--tokenizer", metavar="FOLDER", help=tokenizers)
 
     data = parser.add_argument_group("data")
-    sources = "text files or directories; default: the source of Python's standard library"
+    sources = (
+        'text files, .jsonl files with {"text": ...} in each line, or directories of them; '
+        "default: the source of Python's standard library"
+    )
     data.add_argument("--data", nargs="+", default=(), metavar="PATH", help=sources)
     data.add_argument("--sequence-length", type=int, default=256)
 
@@ -211,8 +213,7 @@ def run(args: argparse.Namespace) -> MetricsFile:
 
 def main() -> None:
     args = parse_arguments()
-    prepare_cpu_rank(pin=args.pin)
-    get_accelerator().set_device(args.local_rank)
+    prepare_rank(pin=args.pin)
     deepspeed.init_distributed()
     torch.manual_seed(args.seed + deepspeed.comm.get_rank())  # for dropout; weights have random numbers of their own
     run(args)

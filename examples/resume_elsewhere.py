@@ -34,6 +34,7 @@ from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 PRECISIONS = ("fp16", "bf16", "bfloat16")
+DEGREES = ("tensor_parallel", "sequence_parallel_size")  # of the old layout; the strategy has the new ones
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,11 @@ class Saved:
             print(f"note: {chosen.note}")
         folder = save_dir / chosen.read_as
         manifest = Manifest.read(folder)  # None: DeepSpeed's own engine has saved it
-        plans = manifest.training.get("plans", {}) if manifest is not None else {}
+        training = manifest.training if manifest is not None else {}
         states = read_states(folder / "mp_rank_00_model_states.pt")
-        config, degrees, replicas = (
-            config_of(states["ds_config"]),
-            states["checkpoint_parallel_dimensions"],
-            states["dp_world_size"],
-        )
+        config, degrees = config_of(states["ds_config"]), states["checkpoint_parallel_dimensions"]
+        sequence = training.get("sequence_ranks", 1)
+        replicas = states["dp_world_size"] // sequence
         if (stage := config.get("zero_optimization", {}).get("stage", 0)) != 1:
             end_with(
                 f"{folder} was saved with ZeRO stage {stage}: only ZeRO stage 1 saves what can move to another layout. "
@@ -83,9 +82,10 @@ class Saved:
             tag=chosen.tag,
             folder=folder,
             config=config,
-            grid={"pipe": degrees["pp_degree"], "data": replicas, "model": degrees["tp_degree"]},
+            grid={"pipe": degrees["pp_degree"], "data": replicas, "model": degrees["tp_degree"]}
+            | ({"sequence": sequence} if sequence > 1 else {}),
             batch=config.get(SIZES[0]) or config[SIZES[1]] * config.get(SIZES[2], 1) * replicas,
-            tokens=max(map(int, plans), default=0),
+            tokens=max(map(int, training.get("plans", {})), default=0),
         )
 
 
@@ -121,7 +121,9 @@ def plan(saved: Saved, options: list[str], out: Path) -> Strategy:
 
 def new_config(saved: Saved, strategy: Strategy, path: Path, is_universal: bool) -> dict[str, Any]:
     """Return the configuration of the checkpoint with the sizes of the strategy; optimizer and the like stay."""
-    config = {key: value for key, value in saved.config.items() if key != "checkpoint"}
+    config = {key: value for key, value in saved.config.items() if key not in ("checkpoint", *DEGREES)}
+    if "pipeline" in config:
+        config["pipeline"] = {**config["pipeline"], "stages": strategy.grid["pipe"]}
     sizes = saved.batch, strategy.micro_batch_size, strategy.accumulation
     section = {key: value for key, value in config.get("terapipe", {}).items() if key not in section_of(strategy)}
     section |= {"enabled": True, "strategy": str(path.resolve())}

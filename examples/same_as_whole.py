@@ -8,9 +8,9 @@ On a machine without accelerators put ``DS_ACCELERATOR=cpu OMP_NUM_THREADS=1`` i
 import deepspeed
 import torch
 import torch.nn.functional as F
-from cpu_ranks import prepare_cpu_rank
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
+from ranks import prepare_rank
 from torch import nn
 
 import terapipe_ds
@@ -50,7 +50,7 @@ def loss_fn(logits, labels):
 
 
 def main() -> None:
-    prepare_cpu_rank()
+    prepare_rank()
     deepspeed.init_distributed()
     module = PipelineModule(layers(), num_stages=deepspeed.comm.get_world_size(), loss_fn=loss_fn)
     torch.manual_seed(0)  # from here on all ranks draw alike

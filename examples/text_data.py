@@ -45,7 +45,8 @@ class Corpus:
         for file in files:
             if size >= max_bytes:
                 break
-            pieces.append(file.read_bytes()[: max_bytes - size])
+            with file.open("rb") as opened:
+                pieces.append(opened.read(max_bytes - size))
             size += len(pieces[-1])
         if size < 2:
             raise ValueError(f"no text in {list(paths)}: give --data text files, or directories that have some")
@@ -69,7 +70,7 @@ def training_batches(
     Args:
         first_micro_batch: how many micro-batches each replica has used already; a resumed run starts there.
     """
-    starts = _number_of_windows(tokens, sequence_length)
+    starts = number_of_windows(tokens, sequence_length)
     while True:
         sample = (first_micro_batch * num_replicas + replica_id) * micro_batch_size
         draws = [random.Random(f"{seed} {sample + row}").random() for row in range(micro_batch_size)]
@@ -88,7 +89,7 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The same samples every time: windows spread evenly over ``tokens`` and shared out to the replicas."""
     total = num_micro_batches * num_replicas * micro_batch_size
-    starts = _number_of_windows(tokens, sequence_length)
+    starts = number_of_windows(tokens, sequence_length)
     for micro_batch in range(num_micro_batches):
         sample = (micro_batch * num_replicas + replica_id) * micro_batch_size
         yield _batch(tokens, [(sample + r) * starts // total for r in range(micro_batch_size)], sequence_length)
@@ -99,7 +100,8 @@ def _batch(tokens: Tensor, starts: Iterable[int], sequence_length: int) -> Batch
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def _number_of_windows(tokens: Tensor, sequence_length: int) -> int:
+def number_of_windows(tokens: Tensor, sequence_length: int) -> int:
+    """Return how many sequences a text has, one from each byte on. Raises ValueError if it has none."""
     windows = len(tokens) - sequence_length  # a window has one byte more than the sequence: the last label
     if windows < 1:
         raise ValueError(
@@ -130,6 +132,20 @@ def text_files(paths: Sequence[str]) -> Iterator[Path]:
 def _is_text(file: Path) -> bool:
     with file.open("rb") as opened:
         return b"\0" not in opened.read(4096)
+
+
+def lines_of(file: Path) -> Iterator[str]:
+    """Yield the lines of a text file. Line feeds alone end them: JSON may hold what else splits lines in Python.
+
+    Raises:
+        ValueError: a line is not UTF-8.
+    """
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield line.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text: {error.reason} in line {number}; convert it") from error
 
 
 def standard_library() -> list[Path]:

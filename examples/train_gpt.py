@@ -20,12 +20,11 @@ from typing import Any
 import deepspeed
 import torch
 from command_line import Parser, end_with
-from cpu_ranks import prepare_cpu_rank
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from metrics import MetricsFile, draw_losses
-from text_data import VOCAB_SIZE, Corpus, training_batches, validation_batches
+from ranks import prepare_rank
+from text_data import VOCAB_SIZE, Corpus, number_of_windows, training_batches, validation_batches
 from tqdm import tqdm
 
 import terapipe_ds
@@ -74,11 +73,24 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if min(args.steps, args.eval_batches) < 1:  # the last step evaluates, before it is saved
         parser.error("--steps and --eval-batches are 1 or more")
+    if not 0 < args.validation_fraction < 1:
+        parser.error("--validation-fraction is a share between 0 and 1")
     if min(args.eval_every, args.save_every) < 0:
         parser.error("--eval-every and --save-every: give 0 or more steps")
     if args.resume and not args.save_dir:
         parser.error("--resume needs --save-dir, the directory with the checkpoints")
     return args
+
+
+def load_text(args: argparse.Namespace) -> Corpus:
+    """Return the text, of which both parts have at least one sequence: the first evaluation may be hours away."""
+    try:
+        corpus = Corpus.load(args.data, max_bytes=args.max_bytes, validation_fraction=args.validation_fraction)
+        for tokens in (corpus.train, corpus.validation):
+            number_of_windows(tokens, args.sequence_length)
+    except (OSError, ValueError) as error:
+        end_with(str(error))
+    return corpus
 
 
 def build_model(args: argparse.Namespace, num_stages: int, topology: ProcessTopology | None = None) -> PipelineModule:
@@ -162,13 +174,12 @@ def main() -> None:
         config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         end_with(f"--deepspeed_config {args.deepspeed_config} cannot be read: {error}")
-    prepare_cpu_rank(pin=args.pin)
-    get_accelerator().set_device(args.local_rank)
+    prepare_rank(pin=args.pin)
     deepspeed.init_distributed()
     rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     torch.manual_seed(args.seed + rank)  # for dropout; weights and samples have random numbers of their own
 
-    corpus = Corpus.load(args.data, max_bytes=args.max_bytes, validation_fraction=args.validation_fraction)
+    corpus = load_text(args)
     topology = grid_of(args, config, world_size)
     engine = build_engine(config, build_model(args, args.pipeline_stages or world_size, topology))
     state = None

@@ -51,18 +51,18 @@ def run(options: PlanOptions) -> None:
     options = setup.options
     with Progress() as progress:
         result, ranking = search_plan(setup, progress.callback)
-    if options.out:
-        lists = {"version": 1, "plans": [list(plan.lengths) for plan in result.plans]}
-        write_text(options.out, (json.dumps(lists) if result.plan is None else result.plan.to_json()) + "\n")
     if options.order:
         write_text(options.order, to_csv(result.build(**options.schedule_options)))
-    if options.picture:
-        _draw(result, setup, options.picture)
     section = _section(result, setup)
-    try:
+    try:  # reads the file of --order; a refused plan leaves no other file
         TeraPipeConfig.from_deepspeed({"terapipe": {} if section["schedule"] == _ORDER else section})
     except TeraPipeConfigError as error:
         raise CommandError(f"settings of --config do not go with this plan: {error}") from None
+    if options.out:
+        lists = {"version": 1, "plans": [list(plan.lengths) for plan in result.plans]}
+        write_text(options.out, (json.dumps(lists) if result.plan is None else result.plan.to_json()) + "\n")
+    if options.picture:
+        _draw(result, setup, options.picture)
     rates = setup.utilisation(result.predicted_s)
 
     def as_json() -> str:

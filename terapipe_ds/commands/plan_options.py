@@ -43,7 +43,7 @@ class CostOptions(Options):
     chunks_per_stage: int | None = _search(
         "parts that each stage holds (default: 2 for zbv and chimera, 1 for others; with auto searched)", "V", ge=1
     )
-    memory_limit_gb: float | None = _search("10^9 bytes per device (default: 0.9 of what it has)", "GB", gt=0)
+    memory_limit_gb: float | None = _search("10^9 bytes per device (default: 0.9 of what it has)", "GB", gt=0, le=1e9)
     as_json: JsonOutput | None = json_option(group="output")
     out: Output | None = _output("write the plan as JSON", "FILE")
     picture: Picture | None = _output("draw the step under one of whole sequences to a .png, .svg or .pdf file", "FILE")

@@ -73,13 +73,13 @@ class StrategyOptions(CostOptions):
     devices_per_node: int = _cluster_option("devices of a node (default: the card's)", "N", 0, ge=1, le=MAX_DEVICES)
     global_batch: int = _training("sequences of a step, of all replicas", "N", 0, ge=1, le=MAX_FORWARDS)
     within_gb_per_s: float | None = _cluster_option(
-        "a device's link to others of its node, one way (default: the card's)", "GB/S", gt=0
+        "a device's link to others of its node, one way (default: the card's)", "GB/S", gt=0, le=1e9
     )
     between_gb_per_s: float | None = _cluster_option(
-        "a device's link to other nodes, one way (default: the card's)", "GB/S", gt=0
+        "a device's link to other nodes, one way (default: the card's)", "GB/S", gt=0, le=1e9
     )
     node_gb_per_s: float | None = _cluster_option(
-        "all links of a node to other nodes together, if its devices share a network card", "GB/S", gt=0
+        "all links of a node to other nodes together, if its devices share a network card", "GB/S", gt=0, le=1e9
     )
     sequence_parallel: int = option(
         "ranks that divide the tokens of each slice (searched)", "N", 1, group="model and devices", ge=1

@@ -42,7 +42,7 @@ class TimelineOptions(Options):
     out: Picture | None = option("picture to write: .png, .svg or .pdf", "FILE")
     html: Output | None = option("page to write: a timeline that can be zoomed, hovered and filtered", "FILE.html")
     perfetto: Output | None = option("Chrome trace to write, which ui.perfetto.dev opens", "FILE.json")
-    step: int | None = option("which step (default: the last that all ranks have)", "N")
+    step: int | None = option("which step (default: the last run's last that all ranks have)", "N")
     against: Text | None = option("compare with this timeline file or trace directory, drawn above", "PREDICTED")
     as_json: JsonOutput | None = json_option("the comparison")
 
@@ -118,13 +118,21 @@ def _pick_step(steps: dict[int, dict[int, Path]], wanted: int | None) -> tuple[i
     complete = [step for step, files in steps.items() if len(files) == len(ranks)]
     if wanted is None and not complete:
         raise CommandError(f"no step is there for all of the {len(ranks)} ranks: choose one rank's files or --step N")
-    step = max(complete) if wanted is None else wanted
+    # the last by the clock: an older run may have left later steps in the folder
+    by_clock = {step: _span_s(Timeline.load(steps[step][min(ranks)])) for step in complete if wanted is None}
+    step = max(complete, key=lambda step: (by_clock[step], step)) if wanted is None else wanted
     if step not in steps:
         raise CommandError(f"step {step} is not there: the steps are {', '.join(map(str, sorted(steps)))}; give one")
     missing = sorted(ranks - set(steps[step]))
     if missing:
         raise CommandError(f"step {step} lacks rank {', '.join(map(str, missing))}: choose another step")
     return step, steps[step]
+
+
+def _span_s(timeline: Timeline) -> tuple[float, float]:
+    """Return when the first action of a rank began, and when its last one ended."""
+    events = timeline.events
+    return min((event.start_s for event in events), default=0.0), max((event.end_s for event in events), default=0.0)
 
 
 def _merge_replica(files: dict[int, Path]) -> Timeline:
@@ -142,6 +150,10 @@ def _merge_replica(files: dict[int, Path]) -> Timeline:
         same = f"others hold the same stages (replicas, tensor-parallel ranks): {', '.join(map(str, others))}"
         _note(f"ranks {', '.join(map(str, chosen))}; {same}. Give their files to see them.")
     timeline = Timeline.merge(chosen.values())
+    spans = [_span_s(each) for each in chosen.values() if each.events]
+    if (gap_s := max((span[0] for span in spans), default=0.0) - min((span[1] for span in spans), default=0.0)) > 0:
+        ranks = ", ".join(map(str, chosen))
+        _note(f"ranks {ranks} are {gap_s:.3g} s apart: their clocks differ, or two runs wrote to this folder")
     absent = sorted(set(range(timeline.num_stages)) - taken)
     if absent:
         _note(f"no events of stage {', '.join(map(str, absent))}")

@@ -146,7 +146,7 @@ class CostModel:
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
         # a method exists where every sample has the seconds for its fit
         if not np.isnan(weight).any():
-            self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, weight, window))
+            self.weight_s = functools.partial(self._weight_s, Curve.fit(tokens, prefix, weight, window))
         for name, samples_of_link in (("send_s", links), ("send_gradient_s", links_back)):
             if points := sorted((link.tokens, link.send_s) for link in samples_of_link):
                 setattr(self, name, self._message(points))
@@ -216,6 +216,11 @@ class CostModel:
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
         """Return the seconds of the backward, as `forward_s` does for the forward."""
         return self._evaluate(self.backward_curve, tokens, prefix)
+
+    def _weight_s(self, curve: Curve, tokens: Any, prefix: Any) -> Any:
+        """Return the seconds of W, at most those of the backward: fits of both may cross between the samples."""
+        seconds = np.minimum(self._evaluate(curve, tokens, prefix), self.backward_s(tokens, prefix))
+        return seconds if seconds.ndim else float(seconds)
 
     def _evaluate(self, curve: Curve, tokens: Any, prefix: Any, what: str = "slices without prefix") -> Any:
         i, j = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))

@@ -80,7 +80,8 @@ def parse_as(model: type[_Model], text: str | bytes) -> _Model:
     """
     try:
         parse_json(text)
-        return model.model_validate_json(text, strict=True)
+        data = text.removeprefix(codecs.BOM_UTF8) if isinstance(text, bytes) else text  # pydantic refuses the mark
+        return model.model_validate_json(data, strict=True)
     except JsonError as error:
         raise JsonError(f"the text is no JSON: {error}") from None
     except ValidationError as error:

@@ -25,13 +25,10 @@ _TIE = 1e-3  # a difference in time below the noise of any measurement
 
 @dataclass(frozen=True)
 class Prediction:
-    """Describe the time of a step from its first forward to its last backward, without reduce and optimizer step.
-
-    `unsliced_s` is the time of whole sequences in the same schedule; None where nobody asked.
-    """
+    """Describe the time of a step from its first forward to its last backward, without reduce and optimizer step."""
 
     predicted_s: float
-    unsliced_s: float | None = None
+    unsliced_s: float  # of whole sequences in the same schedule
 
 
 @dataclass(frozen=True)

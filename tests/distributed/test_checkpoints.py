@@ -6,6 +6,7 @@ States are compared by the names of parameters, as DeepSpeed's own functions ret
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 import shutil
@@ -296,6 +297,47 @@ def test_states_of_another_scheduler_are_refused(saver: str, loader: str, told: 
         assert others == [("", "")] * 2
 
 
+def job_not_loaded(folder: str) -> list[Any]:
+    """Return the log of a start, and the errors of loads that DeepSpeed fails in, of one without states, of a step."""
+    zero = {"stage": 1, "elastic_checkpoint": True}
+    with engines.logged() as log, Chain((), "fp32").engine("seq1f1b", zero_optimization=zero) as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder)
+        options = {}, {"load_module_only": True, "custom_load_fn": print}, {"load_optimizer_states": False}
+        errors = [engines.raised_by(functools.partial(engine.load_checkpoint, folder, **each)) for each in options]
+        return [" ".join(log), *errors, engines.step_error(engine)]
+
+
+def test_loads_that_deepspeed_cannot_make_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    for told, elastic, custom, *others in rank_pool(2).run(job_not_loaded, folder=str(tmp_path)):
+        assert (elastic[0], custom[0], others) == ("TeraPipeConfigError", "TeraPipeConfigError", [("", "")] * 2)
+        assert f"load_checkpoint will be refused: {elastic[1]}" in told and "states that it saves of Adam" in elastic[1]
+        assert "custom_load_fn" in custom[1]
+
+
+FIRST_RUNS: list[dict[str, Any]] = [
+    {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
+    {**engines.ZERO1, "checkpoint": {"load_universal": True}},
+]  # fmt: skip
+
+
+def job_first_run(folder: str) -> list[Any]:
+    """Return the results of loads from an empty folder, which scripts make in each start, and the errors of a step."""
+    found = list[Any]()
+    for changes in FIRST_RUNS:
+        with Chain((), "fp32").engine("seq1f1b", **changes) as engine:
+            error = engines.raised_by(lambda: found.append(engine.load_checkpoint(folder)))
+            found.append((error, engines.step_error(engine)))
+    return found
+
+
+def test_a_folder_without_a_checkpoint_leaves_the_engine_as_it_is(tmp_path: Path) -> None:
+    for *others, (error, step) in rank_pool(2).run(job_first_run, folder=str(tmp_path)):
+        assert others == [(None, None), (("", ""), ("", ""))] * 2
+        assert error[0] == "ValueError" and "latest_universal does not exist" in error[1]  # DeepSpeed's own
+        assert step == ("", "")
+
+
 def job_without_room(folder: str) -> tuple[str, str]:
     """Return the error of a load into another layout, in which the last rank has no memory for the moving states."""
     with Chain((), "fp32").engine("seq1f1b") as engine:
@@ -533,6 +575,42 @@ def test_universal_checkpoints_that_would_be_loaded_in_part_are_refused(tmp_path
     assert "has 2 groups of parameters, and this one has 1" in groups and second == [groups, ": ", states]
     assert "neither frozen parameters nor buffers: 1.attention_norm.weight, " in frozen
     assert "universal checkpoints lack max_exp_avg_sq of Adam" in states
+
+
+def job_own_settings(precision: str, folder: str) -> list[Any]:
+    """Return for loads of both forms, with and without states, the errors of parameters and moments, and the settings.
+
+    The moments of an engine are compared with its own where it does not load any.
+    """
+    chain, found = Chain((), precision), list[Any]()
+    with chain.engine("seq1f1b", gradient_clipping=0.7) as engine:
+        engines.train(engine, engines.batches(STEPS))
+        engine.save_checkpoint(folder, tag="tag")
+        saved = states_of(engine)
+    convert(folder, "tag", inject_missing_state=True)
+    optimizer = {"type": "Adam", "params": {"lr": 0.03, "torch_adam": True}}
+    for is_universal, options in itertools.product((False, True), ({}, {"load_module_only": True}, ALONE)):
+        changes = {"checkpoint": {"load_universal": is_universal}, "gradient_clipping": 0.1, "optimizer": optimizer}
+        with chain.engine("seq1f1b", **changes) as engine:
+            engines.train(engine, engines.batches(1, first_seed=400))
+            wanted = states_of(engine) if options else saved
+            engine.load_checkpoint(folder, tag="tag_universal" if is_universal else "tag", **options)
+            now = states_of(engine)
+            kinds = (("value", saved), ("exp_avg", wanted), ("exp_avg_sq", wanted))
+            errors = [max(engines.error_of(now[n][kind], like[n][kind]) for n in now) for kind, like in kinds]
+            found.append([errors, engine.get_lr(), engine.optimizer.clip_grad, engines.step_error(engine)])
+    return found
+
+
+ALONE = {"load_optimizer_states": False}
+
+
+@pytest.mark.parametrize("precision", ["bf16_zero1_fp32_sums", full("fp32_zero1"), full("fp16_zero1")])
+def test_a_load_keeps_what_the_config_says_and_the_caller_leaves_out(precision: str, tmp_path: Path) -> None:
+    """DeepSpeed takes the clipping of the checkpoint, and of a universal one all states, whatever the caller says."""
+    for whole, *alone in rank_pool(2).run(job_own_settings, precision=precision, folder=str(tmp_path)):
+        for index, found in enumerate([whole, *alone]):
+            assert found == [[0.0] * 3, [0.03 if index % 3 else engines.LEARNING_RATE], 0.1, ("", "")], index
 
 
 # -- groups of parameters, and what is refused -----------------------------------------------------------------

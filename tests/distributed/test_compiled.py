@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.layers import compiled
 from terapipe_ds.runtime.links import groups
 from tests.distributed import engines
@@ -149,3 +150,15 @@ def job_of_loading() -> list[bool]:
 
 def test_no_engine_with_compiled_layers_counts_on_kernels_loaded_at_the_start() -> None:
     assert rank_pool(2).run(job_of_loading) == [[False, True]] * 2
+
+
+def job_by_hand() -> list[str]:
+    with engines.engine_of(engines.gpt_layers(num_layers=1), engines.unchecked(compile=True)) as engine:
+        plan = SlicePlan((engines.LENGTH,))
+        return [engines.raised_by(lambda each=each: engine.use_slice_plan(plan, each))[1] for each in ("zb-h1", None)]
+
+
+def test_a_schedule_set_by_hand_leaves_backwards_whole_too() -> None:
+    for split, whole in rank_pool(2).run(job_by_hand):
+        assert re.search("use_slice_plan: .*compile = .*with schedule = 'zb-h1'.*nothing is left for W", split)
+        assert not whole

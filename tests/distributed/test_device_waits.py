@@ -306,6 +306,7 @@ REFUSED = {
     "synchronize_checkpoint_boundary": lambda: mock.patch.object(ds_checkpointing, "SYNCHRONIZE", True),
     "comms_logger.enabled to false": lambda: mock.patch.object(ds_comm.comms_logger, "enabled", True),
     "CUDA_LAUNCH_BLOCKING=1": lambda: mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="1"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": lambda: mock.patch.dict("os.environ", PYTORCH_NO_CUDA_MEMORY_CACHING="0"),
 }
 
 

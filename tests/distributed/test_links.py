@@ -146,7 +146,7 @@ def job_exact_first_links() -> list[Any]:
     with engines.engine_of(engines.gpt_layers(), engines.unchecked(links=links), stages=3) as engine:
         wires, ends = engine._wires, [(0, 0, 1, 0), (1, 0, 2, 0)]
         return [
-            tuple(wire.wire_format for wire in wires.between(each))
+            tuple(wire.wire_format for wire in wires.by_ends[each])
             for each in ends
             if engine.stage_id in (each[0], each[2])
         ]

@@ -17,7 +17,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention.active_slice import active_slice
 from terapipe_ds.models.gpt import DecoderLayer
 from terapipe_ds.runtime.links import groups, stage_links
-from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.compression import Packing
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.profiling import profiles
@@ -175,19 +174,14 @@ def links_measured_over_the_first_group() -> contextlib.AbstractContextManager[A
     measure = profiles.measure_parts
 
     def over_the_first_group(stage: StageToPlan, wires: Wires, *rest: Any) -> Any:
-        return measure(stage, _OverFirst(wires, next(iter(stage.groups.by_wire.values()))), *rest)
+        there, back = next(iter(stage.groups.by_wire.values()))
+        of_first = {
+            ends: (dataclasses.replace(activations, group=there), dataclasses.replace(gradients, group=back))
+            for ends, (activations, gradients) in wires.by_ends.items()
+        }
+        return measure(stage, dataclasses.replace(wires, by_ends=of_first), *rest)
 
     return mock.patch.object(profiles, "measure_parts", over_the_first_group)
-
-
-class _OverFirst(Wires):
-    def __init__(self, wires: Wires, first: tuple[Any, Any]) -> None:
-        self._wires, self._first = wires, first
-
-    def between(self, ends: Any) -> tuple[Wire, Wire]:
-        both = zip(self._wires.between(ends), self._first, strict=True)
-        activations, gradients = (dataclasses.replace(wire, group=group) for wire, group in both)
-        return activations, gradients
 
 
 def wires_that_share_groups() -> contextlib.AbstractContextManager[Any]:

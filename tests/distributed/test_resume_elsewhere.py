@@ -18,7 +18,6 @@ from tests.processes import ROOT
 EXAMPLES = ROOT / "examples"
 SAVE_EVERY, KILLED_AT, LAST = 2, 3, 4
 CONFIG = {
-    "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -87,12 +86,22 @@ def resume_elsewhere(folder: str, plan: tuple[str, ...]) -> str:
     return said.getvalue()
 
 
-def test_two_ranks_go_on_where_four_were_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changes", "options", "layout"), [
+    ({"train_batch_size": 8}, (), "2 pipe x 2 data x 1 model"),
+    (
+        {"sequence_parallel_size": 2, "pipeline": {"stages": 1}},
+        ("--pipeline-stages", "1", "--sequence-parallel", "2"),
+        "1 pipe x 2 data x 1 model x 2 sequence",
+    ),
+], ids=["replicas", "sequence"])  # fmt: skip
+def test_two_ranks_go_on_where_four_were_killed(
+    changes: dict[str, Any], options: tuple[str, ...], layout: str, tmp_path: Path
+) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     for folder in (killed, whole):
         folder.mkdir()
-        (folder / "ds.json").write_text(json.dumps(CONFIG))
-    options = ("--deepspeed_config", "ds.json", "--pipeline-stages", "2")
+        (folder / "ds.json").write_text(json.dumps(CONFIG | changes))
+    options = ("--deepspeed_config", "ds.json", *(options or ("--pipeline-stages", "2")))
     (never_killed, *_) = run(4, whole, *options)
     with pytest.raises(RankFailure, match="exit code -9"):
         run(4, killed, *options, killed_at=KILLED_AT)
@@ -101,7 +110,7 @@ def test_two_ranks_go_on_where_four_were_killed(tmp_path: Path) -> None:
 
     plan = ("--devices", "2", "--stages", "2", "--tensor-parallel", "1")
     said, _ = rank_pool(2).run(resume_elsewhere, folder=str(killed), plan=plan)
-    assert f"{saved} was saved by 2 pipe x 2 data x 1 model, and 2 pipe x 1 data x 1 model will go on" in said
+    assert f"{saved} was saved by {layout}, and 2 pipe x 1 data x 1 model will go on" in said
     assert (killed / "saved" / "latest_universal").read_text() == f"{saved}_universal"
     assert json.loads((killed / "elsewhere" / "ds.json").read_text())["checkpoint"] == {"load_universal": True}
 

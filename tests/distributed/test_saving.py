@@ -14,7 +14,9 @@ import pytest
 import torch
 from deepspeed.checkpoint.constants import CHECKPOINT_PARALLEL_DIMS
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import distributed
+from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST
 from tests.distributed.checkpoint_states import states_of
@@ -334,3 +336,95 @@ def test_stages_of_different_steps_do_not_train_together() -> None:
     for kind, text in rank_pool(2).run(job_other_steps, change=1):
         assert kind == "BatchError" and "global_steps 1" in text and "global_steps 2" in text
     assert rank_pool(2).run(job_other_steps, change=0) == [("", ""), ("", "")]
+
+
+# -- writers that go on after a save -------------------------------------------------------------------------------
+
+
+class LateWriter(TorchCheckpointEngine):
+    """Write as late as a decoupled writer may: in the commit. Until then it shares the tensors of the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[tuple[Any, str]] = []
+        self.commit_info: Any = None
+
+    def create(self, info: Any) -> None:
+        self.commit_info = info
+
+    def save(self, state_dict: Any, path: str) -> None:
+        shared = tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), state_dict)
+        self.left.append((shared, path))
+
+    def commit(self, info: Any) -> bool:
+        for state_dict, path in self.left:
+            super().save(state_dict, path)
+        self.left.clear()
+        self.commit_info = None
+        return info is not None
+
+    def get_commit_info(self) -> Any:
+        return self.commit_info
+
+    def is_decoupled(self) -> bool:
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        return False  # as DataStates: the layers' tensors are not cloned
+
+
+def job_decoupled(folder: str, then: str) -> tuple[float, str, int]:
+    """Return how far a loaded checkpoint is from the states at its save, `latest`, and the loaded number of steps."""
+    with engine_of(gpt_layers(), OURS) as engine:
+        engine.checkpoint_engine = LateWriter()
+        train(engine, batches(2))
+        saved = states_of(engine)
+        engine.save_checkpoint(folder, tag="early")
+        if then == "step":
+            train(engine, batches(1, first_seed=900))
+        elif then == "save":
+            engine.save_checkpoint(folder, tag="late", save_latest=False)
+        else:
+            engine.load_checkpoint(folder)
+        distributed.barrier()
+        latest = Path(folder, "latest").read_text()
+    with engine_of(gpt_layers(), OURS) as engine:
+        engine.load_checkpoint(folder, tag="early")
+        return error_of(states_of(engine), saved), latest, engine.global_steps
+
+
+@pytest.mark.parametrize("then", ["step", "save", "load"])
+def test_a_writer_that_goes_on_has_the_values_of_its_save(then: str, tmp_path: Path) -> None:
+    """DeepSpeed's pipeline engine steps without it: its files have later values, and nothing writes `latest`."""
+    assert rank_pool(2).run(job_decoupled, folder=str(tmp_path), then=then) == [(0.0, "early", 2)] * 2
+
+
+# -- names of folders ----------------------------------------------------------------------------------------------
+
+
+def job_names(folders: list[str], tag: str) -> list[float]:
+    """Return how far each loaded checkpoint is from the states at its save, and those of the folders from another."""
+    with engine_of(gpt_layers(), OURS) as engine:
+        saved = []
+        for folder in folders:
+            train(engine, batches(1))
+            saved.append(states_of(engine))
+            engine.save_checkpoint(folder, tag=tag)
+        found = []
+        for folder, states in zip(folders, saved, strict=True):
+            engine.load_checkpoint(folder)
+            found.append(error_of(states_of(engine), states))
+        return [*found, error_of(saved[0], saved[-1])]
+
+
+@pytest.mark.parametrize("tag", ["tag", "b[2]"])
+def test_a_folder_is_itself_whatever_its_name(tag: str, tmp_path: Path) -> None:
+    """DeepSpeed takes brackets for a pattern: it finds nothing, or loads from the other folder."""
+    for *found, distance in rank_pool(2).run(job_names, folders=[f"{tmp_path}/a[1]", f"{tmp_path}/a1"], tag=tag):
+        assert found == [0.0, 0.0] and distance > 0.0
+
+
+def test_a_tag_may_be_a_path(tmp_path: Path) -> None:
+    for found in rank_pool(2).run(job_names, folders=[f"{tmp_path}/here"], tag=f"{tmp_path}/there"):
+        assert found == [0.0, 0.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]

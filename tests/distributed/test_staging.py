@@ -132,7 +132,7 @@ def _exchange(device: torch.device) -> bool:
     layout = Layout(2, placement_for("1f1b", 2, 1))
     (ends,) = layout.wires()
     made = groups.PipelineGroups((0, 1), {ends: (everyone, everyone)}, everyone)
-    wire, _ = made.connect(layout, rank, device).between(ends)
+    wire, _ = made.connect(layout, rank, device).by_ends[ends]
     spec = MessageSpec((TensorSpec((4, 8), torch.bfloat16, True),), is_tuple=False)
     values = torch.arange(32, device=device, dtype=torch.bfloat16).view(4, 8)
     assert wire.staged

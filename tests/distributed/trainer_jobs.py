@@ -522,15 +522,15 @@ class Asks(TrainerCallback):
             setattr(control, flag, True)
 
 
-def steps_of_uneven_epochs(folder: str, stops_after: int) -> int:
-    """Return the steps of a run in which one replica has fewer batches in each epoch than the other."""
+def steps_of_uneven_epochs(folder: str, stops_after: int) -> tuple[int, str]:
+    """Return the steps of a run in which one replica has fewer batches per epoch, and what its evaluation raises."""
     uneven = {"max_steps": 5, "gradient_accumulation_steps": 1, "accelerator_config": {"even_batches": False}}
     setting = setting_of({"args": uneven, "rows": 10, "ds": {"pipeline": {"stages": 1}}})
     AcceleratorState._reset_state(True)
     trainer = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
     trainer.add_callback(Asks("on_epoch_end", "should_training_stop", stops_after))
     trainer.train()
-    return trainer.state.global_step
+    return trainer.state.global_step, engines.raised_by(lambda: trainer.evaluate(rows_of(10)))[1]
 
 
 def asked_by_one_rank(folder: str) -> tuple[int, list[str], int]:

@@ -226,11 +226,11 @@ def test_a_csv_that_cannot_run_is_shown_with_the_place(capsys: pytest.CaptureFix
     assert "B0.0 runs before B0.1" in captured.err
 
 
-def write_traces(directory: Path, step: int, num_stages: int = 2, replicas: int = 1) -> None:
+def write_traces(directory: Path, step: int, num_stages: int = 2, replicas: int = 1, zero_s: float = 0.0) -> None:
     for rank in range(num_stages * replicas):
         stage_id = rank // replicas
-        start_s = float(stage_id)
-        times = {"F": (start_s, start_s + 1), "B": (5 - start_s, 6 - start_s)}
+        start_s, stop_s = zero_s + stage_id, zero_s + 6 - stage_id
+        times = {"F": (start_s, start_s + 1), "B": (stop_s - 1, stop_s)}
         events = [TimelineEvent(stage_id, f"{kind}0.0", 0, 0, kind, *span) for kind, span in times.items()]
         shift = float(rank % replicas)  # only the first replica of a stage is as written above
         events = [dataclasses.replace(e, end_s=e.end_s + shift) for e in events]
@@ -251,6 +251,19 @@ def test_timeline_draws_the_last_step_that_all_ranks_have(capsys: pytest.Capture
     trace = tmp_path / "trace.json"
     text = shown(capsys, "timeline", *files, "--out", str(out), "--perfetto", str(trace))
     assert text.startswith(f"{out}, {trace}: step 1,") and trace.exists()
+
+
+def test_timeline_draws_the_last_run_of_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for step, zero_s in ((200, 0.0), (5, 1000.0), (4, 990.0)):  # of 200 steps, and of 5 later on
+        write_traces(tmp_path, step, zero_s=zero_s)
+    words = "timeline", str(tmp_path), "--out", str(tmp_path / "step.svg")
+    assert "step 5, 2 stages, makespan 6 s" in shown(capsys, *words)
+    write_traces(tmp_path, 6, zero_s=0.0)
+    (tmp_path / timeline_file_name(5, 0)).rename(tmp_path / timeline_file_name(6, 0))
+    assert main([*words, "--step", "6"]) == 0
+    assert (
+        "ranks 0, 1 are 995 s apart: their clocks differ, or two runs wrote to this folder" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["", ".", "/"])

@@ -138,8 +138,10 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     limited = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", "--memory-limit-gb", "20")
     assert limited["terapipe"]["planner"] == {"memory_limit_gb": 20.0}
     path.write_text(json.dumps({**config, "terapipe": {"enabled": True, "schedule": "1f1b", "compile": True}}))
-    told = refused(capsys, *options, "--config", str(path), "--schedule", "zb-h1")
+    refused_plan = tmp_path / "refused.json"
+    told = refused(capsys, *options, "--config", str(path), "--schedule", "zb-h1", "--out", str(refused_plan))
     assert "settings of --config do not go with this plan: terapipe.compile = True" in told
+    assert not refused_plan.exists()
     of_another = {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2, "granularity_tokens": 256}
     path.write_text(json.dumps({**config, "terapipe": of_another}))
     section = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", "--chunks-per-stage", "1")[
@@ -690,6 +692,7 @@ OF_LLAMA = "--model llama-3-8b --device h100 --stages 4 --sequence-length 100000
         "SMALL --stages 25": "error: --stages 25: gpt3-1b has 24 layers; give at most",
         "SMALL --tensor-parallel 3": "error: --tensor-parallel 3: num_heads",
         "SMALL --tensor-parallel 2 --sequence-parallel --sequence-length 1025": "2 ranks; give a multiple of 2",
+        "SMALL --memory-limit-gb 1e308": "1e308: give a number <= 1000000000.0",  # inf bytes are no JSON
         "SMALL --schedule 1f1b --memory-limit-gb 0.5": "no plan fits in 0.4657 GiB (0.5 GB)",
         "SMALL --dtype fp32 --memory-limit-gb 10": "NCCL; try activation checkpointing, more",  # of all
         "SMALL --dtype fp32 --memory-limit-gb 10 --micro-batch-size 4 --activation-checkpointing": "; try a smaller",

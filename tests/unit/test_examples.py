@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,9 +87,11 @@ def test_validation_is_the_same_text_spread_over_all_of_it(text_data: ModuleType
     assert sorted(draw(0, 2) + draw(1, 2)) == [23 * i for i in range(8)]
 
 
-def test_split_is_disjoint_and_complete(text_data: ModuleType, tmp_path: Path) -> None:
+def test_split_is_disjoint_and_complete(text_data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "numbers.txt"
     file.write_bytes(bytes(range(200)))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("a file may be larger than the memory"))
+    assert len(text_data.Corpus.load([str(file)], max_bytes=100).train) == 95
     corpus = text_data.Corpus.load([str(file)], max_bytes=1000, validation_fraction=0.25)
     assert corpus.train.tolist() == list(range(150))
     assert corpus.validation.tolist() == list(range(150, 200))
@@ -173,9 +176,23 @@ def test_every_model_option_is_a_field_of_the_config(monkeypatch: pytest.MonkeyP
     expected = GPTConfig.from_name("tiny", **sizes, seed=7, **given)
     assert [str(spec) for spec in seen["layers"]] == [str(spec) for spec in gpt_layers(expected)]
     assert seen["num_stages"] == 2
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--deepspeed_config=x", "--eval-batches=0"])
-    with pytest.raises(SystemExit):  # or the evaluation after the last step fails, and that step is not saved
-        train_gpt.parse_arguments()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ("--eval-batches=0", "--steps and --eval-batches are 1 or more"),
+    ("--validation-fraction=1.5", "--validation-fraction is a share between 0 and 1"),
+    ("--data={} --sequence-length=100", "10 bytes of text are too few for sequences of 100"),
+    ("--data={}/nothing", "does not exist: give files, or directories of them"),
+])  # fmt: skip
+def test_a_run_ends_before_its_first_step_rather_than_at_an_evaluation(
+    options: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_gpt = example("train_gpt", monkeypatch)
+    (tmp_path / "text").write_text("0123456789" * 20)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--deepspeed_config=x", *options.format(tmp_path).split()])
+    with pytest.raises(SystemExit):
+        train_gpt.load_text(train_gpt.parse_arguments())
+    assert message in capsys.readouterr().err
 
 
 def test_a_grid_with_sequence_ranks_is_there_before_tied_layers(
@@ -183,7 +200,7 @@ def test_a_grid_with_sequence_ranks_is_there_before_tied_layers(
 ) -> None:
     train_gpt, calls, config = example("train_gpt", monkeypatch), [], tmp_path / "ds.json"
     owners = {
-        train_gpt: "prepare_cpu_rank", train_gpt.Corpus: "load", train_gpt.terapipe_ds: "register",
+        train_gpt: "prepare_rank load_text", train_gpt.terapipe_ds: "register",
         train_gpt.deepspeed: "init_distributed", train_gpt.deepspeed.comm: "get_rank get_world_size",
     }  # fmt: skip
     for owner, name in ((owner, name) for owner, names in owners.items() for name in names.split()):
@@ -206,16 +223,37 @@ def test_commands_of_examples_name_models_that_are_there(monkeypatch: pytest.Mon
     assert len([size_of(name) for name in named]) > 0
 
 
-def test_cpu_ranks_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_ranks = example("cpu_ranks", monkeypatch)
+@pytest.mark.parametrize("launcher", ["LOCAL_SIZE", "LOCAL_WORLD_SIZE"])  # DeepSpeed's, torchrun
+def test_cpu_ranks_get_cores_of_their_own(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = example("ranks", monkeypatch)
     pinned: list[list[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5, 7, 8}, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pinned.append(list(cores)), raising=False)
-    monkeypatch.setenv("LOCAL_SIZE", "2")
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.setenv(launcher, "2")
     for rank, threads in ((0, 1), (1, 1), (1, 2), (0, 3)):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        cpu_ranks._pin_to_cores(threads)
+        ranks._pin_to_cores(threads)
     assert pinned == [[2], [3], [5, 7]]  # six cores are not there
+
+
+@pytest.mark.parametrize(("name", "needs"), [
+    ("train_gpt", "torch"), ("same_as_whole", "torch"), ("finetune_hf", "transformers"),
+    ("pretrain_hf", "transformers"), ("pretrain_gpt_megatron", "megatron.core"),
+])  # fmt: skip
+def test_each_rank_takes_its_own_device_under_every_launcher(
+    name: str, needs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun gives LOCAL_RANK alone, no option; a rank without a device of its own would begin on the first one."""
+    pytest.importorskip(needs)
+    script, device = example(name, monkeypatch), Mock(**{"device_name.return_value": "cuda"})
+    monkeypatch.setattr(sys.modules["ranks"], "get_accelerator", lambda: device)
+    monkeypatch.setattr(script.deepspeed, "init_distributed", lambda: sys.exit("a device is chosen"))
+    monkeypatch.setattr(sys, "argv", [name, "--deepspeed_config", str(ROOT / "configs/stock.json")])
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(SystemExit, match="a device is chosen"):
+        script.main()
+    device.set_device.assert_called_once_with(3)
 
 
 # -- another layout --------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import terapipe_ds
 from terapipe_ds.files.atomic import check_writable, sync, write_atomically, write_text
 from terapipe_ds.files.bounded import MAX_BYTES, read_bytes, unpacked
 from terapipe_ds.files.strict_json import JsonError, parse_json
+from terapipe_ds.plan import SlicePlan
 
 PACKAGE = Path(terapipe_ds.__file__).parent
 WRITING_METHODS = {"write_text", "write_bytes", "savefig", "tofile"}
@@ -267,3 +268,5 @@ def test_what_is_no_usable_json_is_refused_with_the_reason(text: Any, reason: st
     with pytest.raises(JsonError, match=reason):
         parse_json(text)
     assert parse_json(b'\xef\xbb\xbf{"a": [1, null]}') == {"a": [1, None]}
+    plan = SlicePlan((3, 1))  # as editors on Windows write a file
+    assert SlicePlan.from_json(b"\xef\xbb\xbf" + plan.to_json().encode() + b"\r\n") == plan

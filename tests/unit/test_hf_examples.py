@@ -87,6 +87,10 @@ def test_what_the_template_does_not_take(hf_data: ModuleType, tokenizer: PreTrai
     tokenizer.chat_template = "{{ raise_exception('begin with a user') }}"
     with pytest.raises(ValueError, match="takes no such chat .begin with a user.: .*Be short"):
         hf_data.chat_documents(CHAT, tokenizer)
+    tokenizer.chat_template = None  # the simple one would train on Python's brackets
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is a slice?"}]}, CHAT[2]]
+    with pytest.raises(ValueError, match="takes no such chat .content is no text.: .*What is"):
+        hf_data.chat_documents(parts, tokenizer)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------
@@ -206,6 +210,30 @@ def test_a_stream_goes_on_where_it_was(hf_data: ModuleType, tokenizer: PreTraine
     assert rows(4, first_row=6, replica_id=1, num_replicas=2) == training[7:15:2]
     with pytest.raises(ValueError, match="too little text for two rows of 100000 tokens: give more --data"):
         next(iter(hf_data.TextStream([ROOT / "README.md"], tokenizer, 100_000)))
+
+
+def test_a_stream_reads_the_texts_of_json_lines(
+    hf_data: ModuleType, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """JSON may hold the separators U+2028 and U+0085, at which str.splitlines would cut a line."""
+    file, texts = tmp_path / "text.jsonl", [f"{'a stage sends ' * n}\u2028and\x85waits" for n in range(1, 20)]
+    file.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts))
+    assert list(hf_data.texts_of(hf_data.read_entries([file]))) == texts
+    tokens = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    rows = list(hf_data.TextStream([file], tokenizer, 32)._epoch())
+    assert rows == [tokens[start : start + 32] for start in range(0, len(tokens) - 31, 32)] and len(rows) > 10
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("latin.txt", "one\ntwo caf\xe9 three", "latin.txt is not UTF-8 text: .* in line 2"),
+    ("chats.jsonl", json.dumps({"messages": CHAT}), "chats.jsonl has chats: .*finetune_hf.py"),
+])  # fmt: skip
+def test_a_stream_of_other_things_than_text(
+    name: str, content: str, message: str, hf_data: ModuleType, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        next(iter(hf_data.TextStream([tmp_path / name], tokenizer, 2)))
 
 
 # -- scripts ---------------------------------------------------------------------------------------------------

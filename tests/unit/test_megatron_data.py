@@ -114,6 +114,7 @@ def out(tmp_path: Path) -> Path:
 def test_files_become_documents(
     index_text: ModuleType, corpus: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    out.parent.rmdir()  # the script makes it
     index_text.main([str(corpus), "--out", str(out)])
     expected = [indexed_as(text) for text in ("größer", "second\r\n", "third")]
     assert documents(out) == expected

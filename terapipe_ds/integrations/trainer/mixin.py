@@ -430,8 +430,10 @@ class PipelineTrainerMixin(Trainer):
     @over_stages
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, also before training. The last stage preprocesses logits before they travel."""
-        length = {"the number of rows": _length_of(getattr(dataloader, "dataset", None))}
-        refuse_other_ranks(length, "evaluate different data sets", "one", gather)
+        rows, batches = map(_length_of, (getattr(dataloader, "dataset", None), dataloader))
+        refuse_other_ranks({"the number of rows": rows}, "evaluate different data sets", "one", gather)
+        even = "number of batches: leave out even_batches=False, or give rows that the replicas share evenly"
+        refuse_other_ranks({"the number of batches": batches}, "evaluate uneven shares of the rows", even, gather)
         # without one, Trainer would ask DeepSpeed for ZeRO-3; it prepares the engine in any case
         self.deepspeed = getattr(self, "deepspeed", None) or self.accelerator
         self._reduce_logits = self.preprocess_logits_for_metrics

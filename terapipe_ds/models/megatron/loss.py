@@ -52,7 +52,8 @@ class VocabParallelLoss:
 
     Args:
         cross_entropy: "exact": computed in the dtype of fp64 logits, in fp32 otherwise. "megatron": megatron-core's
-            own, always in fp32.
+            own, always in fp32. It takes the ranks' logits for shares of the vocabulary: within a function of your own
+            leave `parallel_output` of the model on.
     """
 
     of_hidden, slice_weight = staticmethod(_OF_HIDDEN.of_hidden), staticmethod(_OF_HIDDEN.slice_weight)

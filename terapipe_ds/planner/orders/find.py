@@ -176,9 +176,12 @@ class _Search:
                 self._offer(played[1], played[0])
 
     def _unit_orders(self) -> tuple[list[int], list[int]]:
-        """Return the orders of the units' F and B: micro-batches in order; with few units, sometimes any order."""
+        """Return the orders of the units' F and B: micro-batches in order; with few units, sometimes any order.
+
+        The first order that keeps the limit is one with micro-batches in order, which need least room.
+        """
         ahead, back, _ = self.nodes.order_of_kind
-        if len(ahead) > _FEW_UNITS or self.chance.random() < 0.5:
+        if len(ahead) > _FEW_UNITS or not self.best or self.chance.random() < 0.5:
             return ahead, back
         return self._merged(ahead), self._merged(back)
 

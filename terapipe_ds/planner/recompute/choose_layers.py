@@ -36,11 +36,12 @@ class PartLayers:
     memory: PartMemory
     layers: tuple[Layer, ...]
 
-    def with_subset(self, subset: Subset) -> PartMemory:
+    def with_subset(self, subset: Subset, is_whole: bool) -> PartMemory:
         """Return the memory of the part where these layers recompute.
 
         While one of them does, the running slice has more than its kept bytes. The excess is added to the working
-        bytes; the working bytes without recomputation count at both moments.
+        bytes; the working bytes without recomputation count at both moments. The result is exact for sequences in one
+        slice, if `is_whole`, else for cut ones; for the others it is an estimate.
         """
         memory, chosen = self.memory, [self.layers[index] for index in subset.layers]
         if not chosen:
@@ -50,11 +51,14 @@ class PartLayers:
         whole = memory.whole_bytes_per_token
         if whole is not None:
             whole = max(0.0, whole - sum(layer.whole_bytes for layer in chosen))
+        beyond, beyond_whole = (self._beyond_bytes(subset.layers, is_one) for is_one in (False, True))
+        beyond = min(beyond, beyond_whole) if is_whole else beyond
         return dataclasses.replace(
             memory,
             slice_bytes_per_token=max(0.0, memory.slice_bytes_per_token - less),
             whole_bytes_per_token=whole,
-            working_bytes_per_token=memory.working_bytes_per_token + subset.beyond_bytes,
+            working_bytes_per_token=memory.working_bytes_per_token + beyond,
+            working_whole_bytes_per_token=max(0.0, beyond_whole - beyond),
             joined_bytes_per_token=0,  # `WeightGradients.joins_unsplit`
         )
 
@@ -74,10 +78,15 @@ class PartLayers:
                 kept[id(layer.again)] = sum(float(layer.again.forward_s(*span)) for span in spans)
         return [num_micro_batches * kept[id(layer.again)] for layer in self.layers]
 
-    def besides_bytes(self, is_whole: bool) -> float:
-        """Return the bytes that a live slice keeps for no layer."""
-        kept = self.memory.slice_bytes_per_token + ((self.memory.whole_bytes_per_token or 0.0) if is_whole else 0.0)
-        return max(0.0, kept - sum(layer.kept_bytes(is_whole) for layer in self.layers))
+    def _beyond_bytes(self, chosen: Collection[int], is_whole: bool) -> float:
+        """Return by how much a slice is briefly larger, in the backward of a layer that recomputes, than it waits."""
+        most = after = 0.0  # bytes that the layers after it keep, which are gone by then
+        for index in reversed(range(len(self.layers))):
+            layer = self.layers[index]
+            kept = layer.again_bytes if index in chosen else layer.kept_bytes(is_whole)
+            most = max(most, layer.kept_bytes(is_whole) - kept - after)
+            after += kept
+        return most
 
 
 def recomputable_parts(parts: MeasuredParts, bounds: Sequence[int]) -> list[PartLayers]:
@@ -114,10 +123,10 @@ class RecomputeChoice:
     again_s: tuple[float, ...]  # of each part, in a step
 
     @classmethod
-    def of(cls, parts: Sequence[PartLayers], subsets: Sequence[Subset]) -> RecomputeChoice:
+    def of(cls, parts: Sequence[PartLayers], subsets: Sequence[Subset], is_whole: bool) -> RecomputeChoice:
         both = list(zip(parts, subsets, strict=True))
         ids = tuple(tuple(part.layers[index].layer_id for index in one.layers) for part, one in both)
-        memory = MemoryModel(tuple(part.with_subset(one) for part, one in both))
+        memory = MemoryModel(tuple(part.with_subset(one, is_whole) for part, one in both))
         return cls(ids, tuple(costs_of(parts, ids)), memory, tuple(one.again_s for one in subsets))
 
 
@@ -142,8 +151,8 @@ def choose_layers(
         again_s = part.again_s(plan, schedule.num_micro_batches)
         needs = []
         # subsets come by rising time: the first that fits is the fastest
-        for subset in frontier(part.layers, again_s, part.besides_bytes(is_whole), is_whole):
-            of_parts = [part.with_subset(subset) if one is part else one.memory for one in parts]
+        for subset in frontier(part.layers, again_s, is_whole):
+            of_parts = [part.with_subset(subset, is_whole) if one is part else one.memory for one in parts]
             memory = MemoryModel(tuple(of_parts))
             need = max(bytes_of_stage(schedule, stage_id, spans, memory, outstanding))
             if need <= limit_bytes:
@@ -158,7 +167,7 @@ def choose_layers(
                 "micro-batch, or ZeRO-1"
             )
             raise MemoryLimitError(text, min(needs), stage_id)
-    return RecomputeChoice.of(parts, chosen)
+    return RecomputeChoice.of(parts, chosen, is_whole)
 
 
 def costs_of(parts: Sequence[PartLayers], layers: Sequence[Collection[int]]) -> list[Costs]:
@@ -169,8 +178,5 @@ def costs_of(parts: Sequence[PartLayers], layers: Sequence[Collection[int]]) -> 
 def recompute_everything(parts: Sequence[PartLayers], plan: SlicePlan, num_micro_batches: int) -> RecomputeChoice:
     """Return the choice in which every layer recomputes that keeps less when it does."""
     is_whole = plan.num_slices == 1
-    lists = [
-        frontier(part.layers, part.again_s(plan, num_micro_batches), part.besides_bytes(is_whole), is_whole)
-        for part in parts
-    ]
-    return RecomputeChoice.of(parts, [subsets[-1] for subsets in lists])
+    lists = [frontier(part.layers, part.again_s(plan, num_micro_batches), is_whole) for part in parts]
+    return RecomputeChoice.of(parts, [subsets[-1] for subsets in lists], is_whole)

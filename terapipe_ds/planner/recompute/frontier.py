@@ -37,23 +37,17 @@ class Subset(NamedTuple):
     def again_s(self) -> float:
         return self.again / _SECONDS
 
-    @property
-    def beyond_bytes(self) -> float:
-        """Return by how much a slice is briefly larger, in the backward of one of these layers, than while it waits."""
-        return max(0, self.moment - self.kept) / _BYTES
 
-
-def frontier(layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: float, is_whole: bool) -> list[Subset]:
+def frontier(layers: Sequence[Layer], again_s: Sequence[float], is_whole: bool) -> list[Subset]:
     """Return the subsets worth a look, by rising time.
 
     The first recomputes nothing, and the last recomputes every layer that keeps less then.
 
     Args:
         again_s: the seconds that recomputing each layer takes in a step.
-        besides_bytes: the bytes that a live slice keeps in addition to these layers' share.
         is_whole: a sequence is one slice, which keeps its keys and values itself.
     """
-    subsets = [Subset(0, round(besides_bytes * _BYTES), 0, ())]
+    subsets = [Subset(0, 0, 0, ())]
     for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
         # a layer doubles the subsets, and most of them are no better than another one
         whole, own, again = layer.kept_bytes(is_whole), round(layer.again_bytes * _BYTES), round(seconds * _SECONDS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -92,26 +92,32 @@ class _Question:
                 schedule_options=self.options,
             )  # fmt: skip
 
-        found = []
-        for start in self._starts(name, length, granularity, slices):
-            choice, tried = start, set[tuple[tuple[int, ...], ...]]()
-            # slices for these layers, then layers for those slices, until nothing changes
-            while choice.layers not in tried and len(tried) < _ROUNDS:
-                tried.add(choice.layers)
-                result = slices(choice, self.limit_bytes)
-                found.append(dataclasses.replace(result, recompute=choice.layers, recompute_s=choice.again_s))
-                plan = result.plans[0]  # all have the same
-                choice = self.layers(name, plan)
-                found.append(self.result(name, plan, choice, num_candidates=result.num_candidates))
-        return min(found, key=lambda one: (one.predicted_s, sum(map(len, one.recompute or ()))))
-
-    def _starts(self, name: str, length: int, granularity: int, slices: Any) -> Iterator[RecomputeChoice]:
-        free = slices(RecomputeChoice.of(self.parts, [Subset(0, 0, 0, ())] * len(self.parts)), None).plans[0]
         # from the slices of a pipeline without a limit, and from everything recomputed
-        with contextlib.suppress(MemoryLimitError):  # shorter slices may fit
-            yield self.layers(name, free)
+        nothing = RecomputeChoice.of(self.parts, [Subset(0, 0, 0, ())] * len(self.parts), is_whole=False)
+        free = slices(nothing, None).plans[0]
         cut = SlicePlan.equal(length, min(2, -(-length // granularity)), granularity)
-        yield recompute_everything(self.parts, cut, self.num_micro_batches)
+        found, starts, refused = [], [recompute_everything(self.parts, cut, self.num_micro_batches)], None
+        with contextlib.suppress(MemoryLimitError):  # shorter slices may fit
+            starts.insert(0, self.layers(name, free))
+            found.append(self.result(name, free, starts[0]))
+        for choice in starts:
+            tried = set[tuple[tuple[int, ...], ...]]()
+            # slices for these layers, then layers for those slices, until nothing changes
+            try:
+                while choice.layers not in tried and len(tried) < _ROUNDS:
+                    tried.add(choice.layers)
+                    result = slices(choice, self.limit_bytes)
+                    plan, before = result.plans[0], choice  # all micro-batches have the same
+                    choice = self.layers(name, plan)
+                    if choice.layers == before.layers:
+                        found.append(dataclasses.replace(result, recompute=choice.layers, recompute_s=choice.again_s))
+                    else:
+                        found.append(self.result(name, plan, choice, num_candidates=result.num_candidates))
+            except MemoryLimitError as error:  # these layers leave no room for the slices that the search met
+                refused = error
+        if not found and refused is not None:
+            raise refused
+        return min(found, key=lambda one: (one.predicted_s, sum(map(len, one.recompute or ())), -one.lower_bound_s))
 
     def layers(self, name: str, plan: SlicePlan) -> RecomputeChoice:
         """Return the layers that let one plan fit in the least time."""

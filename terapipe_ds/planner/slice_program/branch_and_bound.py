@@ -293,14 +293,14 @@ def weigh(band: Band, lengths: Sequence[int]) -> WeighedPlan:
     return WeighedPlan(tuple(lengths), band.total[rows, columns].sum().item(), forward.item(), backward.item())
 
 
-def greedy_plans(band: Band, count: int = 48) -> Iterable[tuple[int, ...]]:
-    """Yield plans of slices that take about equal times, for `count` times: good first plans, nothing more."""
+def greedy_plans(band: Band) -> Iterable[tuple[int, ...]]:
+    """Yield plans of slices that take about equal times: good first plans, nothing more."""
     n = band.num_granules
     both = band.forward + band.backward
     low, high = both[:, 0].max(), max(both[0, n - 1], both[:, 0].max())
     if high <= 0:
         return
-    for limit in np.geomspace(max(low, 1e-6 * high), high, count):
+    for limit in np.geomspace(max(low, 1e-6 * high), high, 48):
         lengths: list[int] = []
         j = 0
         while j < n:

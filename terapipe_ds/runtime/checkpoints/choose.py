@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -227,8 +228,16 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
         for owner, name in ((engine.module, "_synchronize_tied_weights"), (engine.optimizer, "update_lp_params")):
             if hasattr(owner, name):
                 stack.enter_context(replaced(owner, name, partial(agree_then, getattr(owner, name))))
+        # DeepSpeed takes [ in a folder's name for a pattern: it finds no file, or those of another folder
+        for owner, name in ((engine, "_get_all_ckpt_names"), (engine.module, "ckpt_layer_path_list")):
+            stack.enter_context(replaced(owner, name, partial(_search_in, getattr(owner, name))))
         loaded = first.keeping(load)()
     if is_told:
         first.raise_first()
     agree()
     return loaded
+
+
+def _search_in(search: Callable[..., list[str]], *where: Any) -> list[str]:
+    """Return what DeepSpeed's method finds in the folder itself; a number is that of a layer."""
+    return search(*(each if isinstance(each, int) else glob.escape(str(each)) for each in where))

@@ -27,10 +27,11 @@ from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywh
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
 from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError
 from terapipe_ds.runtime.checkpoints.other_layouts import ENVELOPE, LISTED, PARAMETERS_ALONE, optimizer_states
-from terapipe_ds.runtime.checkpoints.save import LATEST, save_checkpoint
+from terapipe_ds.runtime.checkpoints.save import LATEST, finish_decoupled, save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.sequence_axis import sequence_size
 from terapipe_ds.runtime.planning.plans import Plans
 
 _TP_DEGREE, _PP_DEGREE = constants.CHECKPOINT_TP_DEGREE, constants.CHECKPOINT_PP_DEGREE
@@ -89,7 +90,8 @@ class SafeCheckpoints:
         engine, stages = self._engine, range(self._layout.num_stages)
         parts = [[place.part_id for place in self._layout.places(stage_id)] for stage_id in stages]
         layout = {"parts_by_stage": parts, "first_layers": [int(layer_id) for layer_id in engine.module.parts]}
-        training = {**self._plans.described(), "layout": layout}
+        ranks = {"sequence_ranks": sequence_size(engine.module)}  # which DeepSpeed counts as replicas in its files
+        training = {**self._plans.described(), "layout": layout, **ranks}
         with self._watchdog.long_call("save_checkpoint"), ExitStack() as stack:
             passed: dict[str, Any] = {"tag": str(tag or f"global_step{engine.global_steps}")}
             passed |= {"exclude_frozen_parameters": exclude_frozen_parameters}
@@ -115,6 +117,7 @@ class SafeCheckpoints:
         engine, with_optimizer = self._engine, options.with_optimizer
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
             refuse_other_calls("load_checkpoint", {"tag": tag and str(tag), **options.compared()}, self._world)
+            finish_decoupled(engine)
             stack.enter_context(self._form_of(Path(load_dir), tag))
             # Before DeepSpeed reads, check that the checkpoint is whole and fits this engine
             chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)
@@ -128,9 +131,9 @@ class SafeCheckpoints:
                 if states is not None:
                     path = Path(engine._get_ckpt_name(load_dir, chosen.read_as))
                     stack.enter_context(states.loaded_in_order_of(path))
-            # After an error the parameters may be of two checkpoints, until a load of the same contents succeeds
-            scaler = getattr(engine.optimizer, "loss_scaler", None)
+            stack.enter_context(keeping_own(engine, with_optimizer))
 
+            # After an error the parameters may be of two checkpoints, until a load of the same contents succeeds
             @refusing_other_optimizer(engine.basic_optimizer)
             def load_all() -> Any:
                 return stock_load(load_dir, chosen.read_as, *options)
@@ -139,11 +142,8 @@ class SafeCheckpoints:
                 loaded = load_everywhere(engine, self._world, load_all)
             except Exception as error:
                 why = f"the load of {chosen.tag} failed ({describe(error)})"
-                self._half_loaded |= dict.fromkeys(options.loaded(), why)
+                self._half_loaded |= dict.fromkeys(options.loaded() if folder else (), why)
                 raise
-            if scaler is not None and type(engine.optimizer.loss_scaler) is not type(scaler):
-                # ZeRO has taken the scaler of another precision: a constant 1.0 in place of fp16's
-                engine.optimizer.loss_scaler, engine.optimizer.dynamic_loss_scale = scaler, scaler.dynamic
         if loaded[0] is not None:
             self._half_loaded = {what: why for what, why in self._half_loaded.items() if what not in options.loaded()}
         for key in (LISTED, ENVELOPE):
@@ -196,10 +196,14 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
     is_universal = engine.load_universal_checkpoint()
 
     def look() -> str | None:
-        # The file of the first rank tells the sizes of all. DeepSpeed itself reports that it is missing
+        if folder is None:  # there is nothing to load
+            return None
+        if options.custom_load_fn is not None:
+            return "load_checkpoint(custom_load_fn=...): DeepSpeed's pipelines do not take it, leave it out"
         problem = None if options.module_only else _problem_of_masters(engine, options.optimizer_states)
-        path = None if folder is None else folder / "mp_rank_00_model_states.pt"
-        if problem is not None or path is None or not path.is_file():
+        # The file of the first rank tells the sizes of all. DeepSpeed itself reports that it is missing
+        path = folder / "mp_rank_00_model_states.pt"
+        if problem is not None or not path.is_file():
             return problem
         saved = read_states(path)
         problem = _problem_of_model(engine.module, saved) or _problem_of_scheduler(engine.lr_scheduler, saved, options)
@@ -249,14 +253,35 @@ def _problem_of_universal(engine: PipelineEngine, path: Path) -> str | None:
 
 def warn_of_checkpoints(engine: PipelineEngine) -> None:
     """Warn before hours of training if checkpoints cannot be saved, or cannot be loaded whole."""
-    if (problem := problem_of_local_storage(engine)) is not None:
-        logger.warning("save_checkpoint will be refused: %s", problem)
-    if isinstance(engine.optimizer, BF16_Optimizer) and not engine.zero_optimization():
-        logger.warning(
-            "bf16 without ZeRO: DeepSpeed saves the optimizer states of one replica and cannot load them again; only "
-            'parameters can be resumed. Set "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": '
-            '"fp32"}'
-        )
+    problems = {"save": problem_of_local_storage(engine), "load": _problem_of_masters(engine, True)}
+    for call, problem in problems.items():
+        if problem is not None:
+            logger.warning("%s_checkpoint will be refused: %s", call, problem)
+
+
+@contextmanager
+def keeping_own(engine: PipelineEngine, with_optimizer: bool) -> Iterator[None]:
+    """Keep what DeepSpeed takes from a checkpoint although the config or the caller says otherwise.
+
+    This is the limit of `gradient_clipping`, and the loss scaler where the checkpoint has that of another precision, a
+    constant 1.0 for example. Without optimizer states it is also all but the parameters of a universal checkpoint.
+    """
+    optimizer, is_whole = engine.optimizer, engine.load_universal_checkpoint() and not with_optimizer
+    scaler, limit = getattr(optimizer, "loss_scaler", None), getattr(optimizer, "clip_grad", None)
+    owners = list[Any]()
+    if is_whole:
+        inner, lists = optimizer.optimizer, getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
+        mappings = (vars(each)["_hp_mapping"] for group in lists for each in group)
+        owners = [inner.state, *inner.param_groups, *(vars(each) for each in mappings if each is not None)]
+    kept = [{key: dict(v) if isinstance(v, dict) else v for key, v in owner.items()} for owner in owners]
+    yield
+    for owner, own in zip(owners, kept, strict=True):
+        owner.clear()
+        owner.update(own)
+    if limit is not None:
+        optimizer.clip_grad = limit
+    if scaler is not None and (is_whole or type(optimizer.loss_scaler) is not type(scaler)):
+        optimizer.loss_scaler, optimizer.dynamic_loss_scale = scaler, scaler.dynamic
 
 
 @contextmanager
@@ -287,13 +312,21 @@ def refusing_other_optimizer(optimizer: Any) -> Iterator[None]:
 
 
 def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> str | None:
-    """Say why the next step would undo the load: without ZeRO, DeepSpeed may not load the fp32 copies."""
-    if engine.zero_optimization() or not hasattr(engine.optimizer, "refresh_fp32_params"):
+    """Say which states DeepSpeed cannot load; or why the next step would undo the load, without the fp32 copies."""
+    optimizer = engine.optimizer
+    is_elastic = load_optimizer_states and getattr(optimizer, "elastic_checkpoint", False)
+    if is_elastic and "step" not in optimizer.param_groups[0]:
+        return (
+            "zero_optimization.elastic_checkpoint: DeepSpeed cannot load the optimizer states that it saves of "
+            f"{type(optimizer.optimizer).__name__}. {PARAMETERS_ALONE}, and remove the key for the next time"
+        )
+    if engine.zero_optimization() or not hasattr(optimizer, "refresh_fp32_params"):
         return None
-    if isinstance(engine.optimizer, BF16_Optimizer):
+    if isinstance(optimizer, BF16_Optimizer):
         return (
             "DeepSpeed cannot load optimizer states in bf16 without ZeRO: it saved the states of one replica. "
-            f'{PARAMETERS_ALONE}, and set "zero_optimization": {{"stage": 1}} for the next time'
+            f'{PARAMETERS_ALONE}, and set "zero_optimization": {{"stage": 1}} and "data_types": {{"grad_accum_dtype": '
+            '"fp32"} for the next time'
         )
     if not load_optimizer_states:
         return (

@@ -95,11 +95,13 @@ class Manifest(BaseModel):
         return manifest
 
     def problem(self, folder: Path, with_optimizer: bool = True) -> str | None:
-        """Say which files `folder` lacks or has with another size; None: it has all files to load."""
+        """Say which files `folder` lacks, has with another size, or has beside its list; None: it has those to load."""
         problems = []
         for name in names_in(folder, self, with_optimizer):
-            path, size = folder / name, self.files[name]
-            if not path.is_file():
+            path, size = folder / name, self.files.get(name)
+            if size is None:
+                problems.append(f"{name} is not in its list")
+            elif not path.is_file():
                 problems.append(f"{name} is missing")
             elif path.stat().st_size != size:
                 problems.append(f"{name} has {path.stat().st_size:,} bytes of {size:,}")
@@ -114,11 +116,9 @@ class Manifest(BaseModel):
 
 
 def names_in(folder: Path, manifest: Manifest | None, with_optimizer: bool = True) -> list[str]:
-    """Return the files to load; without a list, those that DeepSpeed or its converter has written."""
-    if manifest is not None:
-        names = list(manifest.files)
-    else:
-        # other folders may hold checkpoints of their own
-        paths = [*filter(lambda path: _STATES.fullmatch(path.name), folder.glob("*.pt")), *folder.glob("zero/**/*.pt")]
-        names = [str(path.relative_to(folder)) for path in paths if not path.is_dir()]
+    """Return the files to load: those in the list, and all that DeepSpeed or its converter writes and reads."""
+    # other folders may hold checkpoints of their own
+    paths = [*filter(lambda path: _STATES.fullmatch(path.name), folder.glob("*.pt")), *folder.glob("zero/**/*.pt")]
+    names = {str(path.relative_to(folder)) for path in paths if not path.is_dir()}
+    names |= set() if manifest is None else manifest.files.keys()
     return sorted(name for name in names if with_optimizer or not name.endswith(OPTIMIZER_FILES))

@@ -61,7 +61,6 @@ class Content(NamedTuple):
     others: dict[str, Any]
 
 
-Contents = dict[Piece, Content]
 Received = Mapping[str, Sequence[tuple[Piece, Content]]]  # by parameter, whole pieces as other ranks hold them
 
 
@@ -104,7 +103,7 @@ class Shard:
         """Return the pieces of parameters that this partition holds."""
         return [piece for vectors in self._vectors for vector in vectors for piece in vector.offsets]
 
-    def take(self, state: State) -> Contents:
+    def take(self, state: State) -> dict[Piece, Content]:
         """Take a saved state apart; raise StateError if it belongs to other parameters."""
         # Raise now if anything does not fit, before elements of other parameters are taken for these
         counts = [len(group["params"]) for group in self._inner(state)["param_groups"]]

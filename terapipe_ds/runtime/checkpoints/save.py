@@ -68,7 +68,7 @@ class CheckpointPaths:
 
     def tag_of(self, path: Path) -> str:
         """Return the tag by which DeepSpeed finds `path`."""
-        return str(path.relative_to(self.folder))
+        return str(path.relative_to(self.folder) if path.is_relative_to(self.folder) else path)
 
     def prepare(self) -> None:
         """Clean up after killed saves, and make the folder to save in.
@@ -159,6 +159,7 @@ def save_checkpoint(
     """
     # DeepSpeed refuses a missing folder itself, and a decoupled writer writes the files later
     if not save_dir or engine.checkpoint_engine.is_decoupled():
+        finish_decoupled(engine)
         return save(tag, save_latest)
     paths = prepare(engine, world, Path(save_dir), f"global_step{engine.global_steps}" if tag is None else str(tag))
     saved, files = write(engine, world, paths, save)
@@ -176,6 +177,15 @@ def save_checkpoint(
     if refusals and not allow_pickle and engine.global_rank == 0:  # now, not when the checkpoint is needed
         logger.warning("a load will refuse %d of the files that were saved: %s", len(refusals), refusals[0])
     return saved
+
+
+def finish_decoupled(engine: PipelineEngine) -> None:
+    """Wait until a writer beside the training has the last save, and name it in `latest`. A collective over all ranks.
+
+    Call it before parameters change. DeepSpeed's pipeline engine never does: its files have values of later steps.
+    """
+    if engine.checkpoint_engine.is_decoupled():
+        engine._commit_decoupled_checkpoint()  # noqa: SLF001 - DeepSpeed has no other way
 
 
 def prepare(engine: PipelineEngine, world: Any, folder: Path, tag: str) -> CheckpointPaths:

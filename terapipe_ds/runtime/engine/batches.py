@@ -14,16 +14,18 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
 from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.config.combinations import compile_problems, recompute_problems
 from terapipe_ds.messages import logger, show_value
-from terapipe_ds.plan import SlicePlan
+from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss_weights import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
+from terapipe_ds.runtime.checkpoints.save import finish_decoupled
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, skips_nan
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
-from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
+from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
 from terapipe_ds.runtime.engine.trace import named_range, names_ranges
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layers.sliceable import ModelChanges, problem_of_layers
@@ -117,6 +119,10 @@ class IncomingBatches:
 
     def use_slice_plan(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> None:
         """Run sequences of that length with `plan`. At the next batch all ranks agree on it and on the layers."""
+        wanted = self._config.model_copy(update={"schedule": schedule or self._config.schedule})
+        of_layers = problem_of_split(self._engine.module, wanted.schedule)
+        for problem in filter(None, (of_layers, *compile_problems(wanted), *recompute_problems(wanted))):
+            raise PlanError(f"use_slice_plan: {problem}")
         could_cut, (module, has_moe) = self._plans.may_cut, (self._engine.module, self._engine.has_moe_layers)
         self._source.also_agree_on("slices set by hand:", self._plans.use(plan, schedule))
         self._problem_of_layers = problem_of_layers(module, self._config, has_moe, self._plans.may_cut)
@@ -388,6 +394,7 @@ class BatchEnd:
         mark_gradients(self._engine.module, self._engine.optimizer)
         if self._stage.flops is not None:
             self._stage.flops.report()
+        finish_decoupled(self._engine)
         step()
         if copies_may_differ(self._layout, self._engine.basic_optimizer, self._engine.dp_world_size):
             take_owners_weights(self._engine.module)

@@ -137,4 +137,7 @@ _DEVICE_WAITS: tuple[tuple[Callable[[], bool], str], ...] = (
     (lambda: os.environ.get("CUDA_LAUNCH_BLOCKING") == "1",
      "CUDA_LAUNCH_BLOCKING=1 waits for each kernel, and so for each receive where it is posted: unset it, or look for "
      "the error with one stage"),
+    (lambda: "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ,  # whatever its value is
+     "PYTORCH_NO_CUDA_MEMORY_CACHING waits for the device whenever a tensor is freed: unset it, or look for the error "
+     "with one stage"),
 )  # fmt: skip

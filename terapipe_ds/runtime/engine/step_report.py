@@ -171,12 +171,10 @@ def _expected(predicted: Prediction | None) -> str:
     if predicted is None:
         costs = 'measured costs ("slices": "auto" or "schedule": "auto")'
         return f"no prediction: it needs {costs} and sequences of one planned length in a step"
+    ratio = predicted.unsliced_s / predicted.predicted_s
     text = f"from first forward to last backward it should take {predicted.predicted_s:.3g} s"
-    if predicted.unsliced_s is not None:
-        ratio = predicted.unsliced_s / predicted.predicted_s
-        text += f", {ratio:.2f} times as fast as whole sequences"
-        text += '; "slices": "auto" chooses whole sequences where they are faster' * (ratio < _SLOWER)
-    return text
+    text += f", {ratio:.2f} times as fast as whole sequences"
+    return text + '; "slices": "auto" chooses whole sequences where they are faster' * (ratio < _SLOWER)
 
 
 def after_steps(steps: Sequence[Took]) -> str:
@@ -192,8 +190,8 @@ def after_steps(steps: Sequence[Took]) -> str:
         return text
     off = statistics.median(own_s / predicted.predicted_s for predicted, own_s in known) - 1
     text += f", {abs(off):.0%} {'more' if off > 0 else 'less'} than predicted"
-    faster = [predicted.unsliced_s / own_s for predicted, own_s in known if predicted.unsliced_s is not None]
-    text += f", {statistics.median(faster):.2f} times as fast as whole sequences by prediction" if faster else ""
+    faster = statistics.median(predicted.unsliced_s / own_s for predicted, own_s in known)
+    text += f", {faster:.2f} times as fast as whole sequences by prediction"
     if abs(off) > _FAR:
         text += (
             "; costs are not those that were measured: start again to measure anew (with planner.cache_dir, delete its "

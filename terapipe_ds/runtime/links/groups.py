@@ -24,7 +24,6 @@ from terapipe_ds.runtime.layout.layout import Layout, WireEnds, rounds_of
 from terapipe_ds.runtime.layout.sequence_axis import peers_of
 from terapipe_ds.runtime.links.channel import NO_LIMIT, Wire
 from terapipe_ds.runtime.links.queues import loads_kernels_at_start, queue_count
-from terapipe_ds.runtime.links.specs import LinkError
 from terapipe_ds.runtime.links.staging import needs_staging
 
 MOST_CTAS = 4
@@ -36,16 +35,9 @@ multiprocessor for as long as a receive waits."""
 class Wires:
     """Hold the wires of one stage, by their ends in the layout; `PipelineGroups.connect` has sent a number on each."""
 
-    by_ends: Mapping[WireEnds, tuple[Wire, Wire]]
+    by_ends: Mapping[WireEnds, tuple[Wire, Wire]]  # of activations, from the first end to the other; of gradients back
     num_queues: int | None = None  # hardware queues of the device with fewest; None without streamed wires
     loads_at_start: bool = False  # every rank has loaded all kernels, and both ends of a wire know it
-
-    def between(self, ends: WireEnds) -> tuple[Wire, Wire]:
-        """Return the wire of activations, from the first of the ends to the other, and the wire of gradients back."""
-        if ends in self.by_ends:
-            return self.by_ends[ends]
-        what = f"no wire (source stage, chunk, stage, chunk) = {ends}"
-        raise LinkError(f"there is {what} here; connected are {sorted(self.by_ends)}")
 
     @property
     def post_on_device(self) -> bool:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,8 +36,6 @@ BATCHES_BY_HOST = 3  # batches of a kind whose messages go by way of the host: b
 
 HOST_SHARE = 0.01
 """Share of batches up to which those with sizes of their own go by way of the host, between the sizes that have run."""
-
-_Channel = TypeVar("_Channel")
 
 
 class _KindRun:
@@ -116,7 +114,7 @@ class StageLinks:
         for ends in layout.wires():
             source, source_chunk, target, target_chunk = ends
             if stage_id in (source, target):
-                activations, gradients = wires.between(ends)
+                activations, gradients = wires.by_ends[ends]
             if stage_id == source:
                 self._out[Kind.FORWARD, source_chunk] = SendChannel(activations)
                 spec_of = partial(self._gradient_spec, source_chunk)
@@ -209,16 +207,13 @@ class StageLinks:
 
     def post(self, action: Action) -> None:
         """Begin to receive the input of a later F, or the gradients of a later B, while others are computed."""
-        _there(self._incoming(action), action).post(action.unit)
+        self._in[_of_input(action)].post(action.unit)
 
     def receive(self, action: Action) -> tuple[MessageSpec, Tensors]:
         """Return the input of F `action`, or of B a gradient for each output that requires one, once it has arrived."""
-        channel = self._incoming(action)
+        channel = self._in.get(_of_input(action))
         if channel is None:
-            try:
-                return self._handed.pop((action.kind, action.part_id, action.unit))
-            except KeyError:
-                raise LinkError(f"{action} of part {action.part_id}: its neighbour has handed nothing on") from None
+            return self._handed.pop((action.kind, action.part_id, action.unit))
         message = channel.wait(action.unit)
         # The peer has received all that it needed before this message
         sent_at = self._place(action, -1 if action.kind is Kind.FORWARD else 1)
@@ -232,13 +227,9 @@ class StageLinks:
         kind = COMPUTE_OF.get(action.kind, action.kind)
         return self._open().schedule.nodes.place(kind, action.part_id + step, action.unit)
 
-    def _incoming(self, action: Action) -> ReceiveChannel | None:
-        """Return the channel of the message that an F or a B waits for."""
-        return self._in.get((COMPUTE_OF.get(action.kind, action.kind), action.chunk_id))
-
     def send_activation(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool) -> None:
         """Send the outputs of F; `is_tuple`: the layers returned a tuple."""
-        channel = _there(self._out.get((Kind.FORWARD, action.chunk_id)), action)
+        channel = self._out[Kind.FORWARD, action.chunk_id]
         # The peer has received the message when something arrives that it sends after this action
         needed_at = self._place(action, 1)
         # Both ends know the form of a signature from its first message on; another form is an error here
@@ -249,11 +240,10 @@ class StageLinks:
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of what a slice has received; `action` is its B, or the message of B."""
-        channel = _there(self._out.get((Kind.BACKWARD, action.chunk_id)), action)
+        channel = self._out[Kind.BACKWARD, action.chunk_id]
         needed_at = self._place(action, -1)
-        received = _there(self._in.get((Kind.FORWARD, action.chunk_id)), action)
         # The gradients have the form of the received activations; with a format both ends must know the packing
-        activations = received.spec_of(action.unit)
+        activations = self._in[Kind.FORWARD, action.chunk_id].spec_of(action.unit)
         channel.send(gradients, needed_at, None if activations is None else activations.gradient)
         self._keep_budget(channel)
 
@@ -280,17 +270,16 @@ class StageLinks:
 
     def describe_wait(self, action: Action) -> Wait:
         """Describe for reports the message that an F or a B waits for, and its sender."""
-        channel = self._incoming(action)
+        channel = self._in.get(_of_input(action))
         what = f"the {'input' if action.kind is Kind.FORWARD else 'gradients'} of {action}"
         if channel is None:
             return Wait(f"{what}, from this stage", ())
         return Wait(f"{what}: {channel.wire.name}", (channel.wire.peer,))
 
 
-def _there(channel: _Channel | None, action: Action) -> _Channel:
-    if channel is None:
-        raise LinkError(f"{action}: the part at chunk {action.chunk_id} has no wire for it")
-    return channel
+def _of_input(action: Action) -> tuple[Kind, int]:
+    """Return the key of the channel of the message that an F or a B waits for."""
+    return COMPUTE_OF.get(action.kind, action.kind), action.chunk_id
 
 
 def _wait_of_send(channel: SendChannel) -> Wait:

@@ -220,7 +220,7 @@ def _measure_links(
             if stage_id not in (source, target):
                 continue
             sends = stage_id == source
-            outgoing, incoming = wires.between(ends) if sends else wires.between(ends)[::-1]
+            outgoing, incoming = wires.by_ends[ends] if sends else wires.by_ends[ends][::-1]
             for tokens in chosen:
                 spec = specs[part_id][tokens]
                 # the first trip loads kernels that pack; they would wait for a receive that is posted on the device

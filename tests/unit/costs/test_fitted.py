@@ -87,6 +87,23 @@ def test_any_data_gives_positive_times_never_below_no_prefix(rows: list[tuple[in
     assert model.report.startswith("part 0, forward: ")
 
 
+def test_weight_gradients_never_take_more_than_their_backward() -> None:
+    # a layer without gradients of its input: W is all of the backward, but for noise
+    rng = np.random.default_rng(0)
+    weights = {i: BASE[i] * rng.normal(1, 0.03) for i in BASE}
+    rows = []
+    for one in samples():
+        backward_s = BASE[one.tokens] * rng.normal(1, 0.03)
+        weight_s = min(weights[one.tokens], backward_s)
+        rows.append(dataclasses.replace(one, backward_s=backward_s, weight_s=weight_s))
+    model = CostModel(rows)
+    for tokens in range(64, 2049, 64):
+        prefixes = np.arange(0, 2049 - tokens, 64)
+        assert (model.weight_s(tokens, prefixes) <= model.backward_s(tokens, prefixes)).all()
+    plan, schedule = SlicePlan.equal(2048, 32), build("zb-h1", 2, 2, 32)
+    assert simulate(schedule, plan, model).makespan_s > 0  # refuses a W that takes more than its backward
+
+
 def test_left_out_means_left_out() -> None:
     """One wild point is predicted by the others, so its error is its distance from their exact form."""
     data = samples()

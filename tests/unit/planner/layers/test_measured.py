@@ -150,7 +150,7 @@ def test_memory_of_a_cut_of_recompute_and_of_zero() -> None:
     # a stage with layers that run again joins no products of weight gradients
     assert (memory.joined_bytes_per_token, again.joined_bytes_per_token) == (20, 0)
     part, _ = recomputable_parts(MeasuredParts.of_profile(profile()), [0, 3, 6])
-    some = [part.with_subset(Subset(0, 0, 0, layers)) for layers in ((), (1,))]
+    some = [part.with_subset(Subset(0, 0, 0, layers), is_whole=False) for layers in ((), (1,))]
     assert [one.joined_bytes_per_token for one in some] == [15, 0]
     divided = Setting(1, 1, data=2, zero_stage=1)
     (zero,) = layers.memory_of_spans(divided, [Span(1, 5)])

@@ -162,6 +162,14 @@ def test_v_placement_keeps_its_limit() -> None:
     assert simulate(result.schedule, plan, costs).makespan_s == pytest.approx(result.makespan_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", range(1, 9))
+def test_few_tries_find_an_order_without_a_named_schedule(stages: int, micro_batches: int) -> None:
+    plan = SlicePlan((LENGTH,))  # a V without the seconds of W has no named schedule
+    result = find_order(whole_backwards(1.0, 0.0), plan, stages, micro_batches, chunks_per_stage=2, evaluations=8)
+    assert max(result.schedule.peak_live_slices()) <= 2 * min(stages, micro_batches)
+
+
 def test_more_slices_at_the_ends_are_never_slower() -> None:
     def cut(count: int) -> SlicePlan:
         return SlicePlan.equal(LENGTH, count)

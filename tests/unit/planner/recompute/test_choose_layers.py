@@ -12,6 +12,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlannerError, describe
 from terapipe_ds.planner.layers.layer import Layer
 from terapipe_ds.planner.recompute import PartLayers, choose_layers, plan_with_recompute
+from terapipe_ds.planner.recompute.choose_layers import recompute_everything
 from terapipe_ds.planner.recompute.frontier import MOST_SUBSETS, frontier
 from terapipe_ds.schedule import Schedule, build
 from terapipe_ds.simulator import Replay
@@ -133,7 +134,7 @@ EQUAL = [layer_of(layer_id, Costs(1.0, 2.0), 12.0, 2.0, 3.0) for layer_id in ran
 
 
 def test_of_equal_layers_the_first_recompute_because_the_last_are_done_before_them() -> None:
-    subsets = frontier(EQUAL, [1.0] * 4, 0.0, False)
+    subsets = frontier(EQUAL, [1.0] * 4, False)
     assert [one.layers for one in subsets] == [(), (0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)]
     assert [one.kept / 1024 for one in subsets] == [48, 38, 28, 18, 8]
     assert [one.moment / 1024 for one in subsets] == [0, 12, 14, 16, 18]
@@ -161,7 +162,7 @@ def test_a_layer_that_keeps_only_its_input_never_recomputes() -> None:
 def test_many_different_layers_are_compared_in_bounded_time() -> None:
     rng = random.Random(1)
     layers = [layer_of(i, Costs(rng.random(), 1.0), 2 + 30 * rng.random(), rng.random()) for i in range(40)]
-    subsets = frontier(layers, [rng.random() for _ in layers], 0.0, False)
+    subsets = frontier(layers, [rng.random() for _ in layers], False)
     assert len(subsets) <= MOST_SUBSETS
     assert subsets[0].layers == () and [one.again for one in subsets] == sorted(one.again for one in subsets)
 
@@ -196,9 +197,30 @@ def test_slices_and_layers_are_found_together(schedule: str) -> None:
     assert "recompute stage 0: layers 0" in text and "more" in text
 
 
+@pytest.mark.parametrize("granules", [6, 14])  # all plans are judged, and some
+def test_a_search_has_an_answer_where_some_slices_do(granules: int) -> None:
+    rng = random.Random(granules)
+    for _ in range(12):
+        stages, micro_batches, schedule = rng.randint(1, 3), rng.randint(1, 4), rng.choice(("seq1f1b", "terapipe"))
+        parts = [random_part(rng, 2, 2 * stage_id, alike=False) for stage_id in range(stages)]
+        cuts = sorted(rng.sample(range(1, granules), rng.randint(1, min(7, granules - 1))))
+        plan = SlicePlan(tuple(4 * (b - a) for a, b in itertools.pairwise((0, *cuts, granules))))
+        order = build(schedule, stages, micro_batches, plan.num_slices)
+        everything = recompute_everything(parts, plan, micro_batches)
+        limit = max(Replay.of(order).peak_bytes(plan, everything.memory))
+        result = plan_with_recompute(parts, 4 * granules, micro_batches, 4, schedule, limit)
+        # the layers are the fastest ones of the slices that were found, and fit
+        order = build(schedule, stages, micro_batches, result.num_slices)
+        choice = choose_layers(parts, order, result.plans[0], limit)
+        timeline = Replay.of(order).run(result.plans, list(choice.costs), memory=choice.memory)
+        assert choice.layers == result.recompute and result.predicted_s == pytest.approx(timeline.makespan_s)
+        assert result.peak_bytes == timeline.peak_bytes and max(timeline.peak_bytes or ()) <= limit
+
+
 def test_without_need_nothing_recomputes() -> None:
     parts, plan = pipeline(), SlicePlan.equal(32, 4, 2)
     result = plan_with_recompute(parts, 32, 4, 2, "seq1f1b", limit_of(parts, "seq1f1b", plan, 9.0))
+    assert result.lower_bound_s > 0  # of the search: layers for other slices have none
     assert result.recompute == ((),) * 4 and "recompute nothing: every stage fits without" in describe(result)
 
 

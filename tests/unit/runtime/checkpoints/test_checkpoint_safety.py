@@ -103,6 +103,7 @@ def test_latest_is_believed_where_it_names_a_whole_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("spoil", "says"), [
     (lambda folder: (folder / "c" / FILES[0]).unlink(), "mp_rank_00_model_states.pt is missing"),
     (lambda folder: (folder / "c" / FILES[1]).write_text("3"), "layer_00-model_states.pt has 1 bytes of 6"),
+    (lambda folder: (folder / "c" / "layer_00-model_01-model_states.pt").touch(), "01-model_states.pt is not in"),
     (lambda folder: shutil.rmtree(folder / "c"), "names c, which does not exist"),
     (lambda folder: (folder / "latest").unlink(), "latest is missing"),
     (lambda folder: (folder / "latest").write_text(""), "latest is empty"),

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from terapipe_ds.runtime.engine.part_runner import PartRunner
-from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links import channel as link
-from terapipe_ds.runtime.links import groups
 from terapipe_ds.runtime.links.channel import AnnouncedChannel, MessageBuffers, ReceiveChannel, SendChannel, Wire
 from terapipe_ds.runtime.links.specs import _DTYPES, LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
-from terapipe_ds.schedule import placement_for
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from tests.distributed.nccl_emulator import DTYPES
 
@@ -205,14 +202,6 @@ def test_an_output_without_a_gradient_is_copied_once(kind: dict[str, bool]) -> N
     (handed,), _ = PartRunner._outputs(runner, Action(Kind.FORWARD, 0, 0))
     sent = path.outgoing(handed, MessageBuffers(path.device))
     assert len({tensor.data_ptr() for tensor in (output, handed, sent)}) == 2
-
-
-def test_a_wire_that_was_never_connected() -> None:
-    made = groups.PipelineGroups((0, 1), {(0, 0, 1, 0): (object(), object())})
-    one_stage = Layout(1, placement_for("1f1b", 1, 1))  # which has no wires to connect
-    wires = made.connect(one_stage, 0, torch.device("cpu"))
-    with pytest.raises(LinkError, match=r"no wire .* = \(0, 0, 1, 0\) here; connected are \[\]"):
-        wires.between((0, 0, 1, 0))  # known to the groups, and not connected
 
 
 class TestStreams:

@@ -192,7 +192,7 @@ def test_a_key_of_the_planner_without_effect_is_a_warning(
 def test_a_plan_for_about_as_many_tokens_starts_slices_where_the_planned_one_does(
     length: int, lengths: tuple[int, ...]
 ) -> None:
-    choice = Choice((SlicePlan((64, 64, 16)),), "seq1f1b", predicted=Prediction(1.0))
+    choice = Choice((SlicePlan((64, 64, 16)),), "seq1f1b", predicted=Prediction(1.0, 2.0))
     assert choice.of_length(length).plans == (SlicePlan(lengths),)
     assert (choice.of_length(length).predicted is None) is (length != 144), "of its own tokens, or none"
 

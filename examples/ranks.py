@@ -1,4 +1,4 @@
-"""What a rank on a CPU should do before ``deepspeed.init_distributed``; nothing on other devices."""
+"""Prepare a rank before ``deepspeed.init_distributed``: its device, and on a CPU its threads and cores."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 
-def prepare_cpu_rank(pin: bool = True) -> None:
-    """Settle threads and cores of this rank, and leave out an operator that DeepSpeed would compile first.
+def prepare_rank(pin: bool = True) -> None:
+    """Choose this rank's device: the launcher's ``LOCAL_RANK``, which torchrun gives by the environment alone.
+
+    On a CPU settle threads and cores, and leave out an operator that DeepSpeed would compile first.
 
     Args:
-        pin: bind the rank to cores of its own, one per thread, where the machine has enough for all local
-        ranks.
+        pin: bind a CPU rank to cores of its own, one per thread, if the machine has enough for all local ranks.
     """
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if get_accelerator().device_name() != "cpu":
         return
     threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
@@ -31,7 +33,8 @@ def prepare_cpu_rank(pin: bool = True) -> None:
 def _pin_to_cores(threads: int) -> None:
     if not hasattr(os, "sched_setaffinity"):  # not Linux
         return
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", 1))  # of DeepSpeed, of torchrun
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= local_size * threads:
         os.sched_setaffinity(0, cores[local_rank * threads : (local_rank + 1) * threads])

@@ -166,7 +166,7 @@ def dtypes_beside_16_bits(folder: str, **adapter_fields: Any) -> list[bool]:
         AutoModelForCausalLM.from_config(config_of("llama"), dtype=torch.bfloat16).save_pretrained(base)
     torch_dist.barrier()
     adapter = LoraConfig(r=4, target_modules=["q_proj"], **adapter_fields)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
     if torch_dist.get_rank() == 0:
         model.save_pretrained(saved)
     torch_dist.barrier()

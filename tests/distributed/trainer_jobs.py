@@ -158,6 +158,7 @@ def lose_the_last(folder: str, wanted: bool) -> None:
         torch_dist.barrier()
 
 
+@mock.patch.dict(os.environ)  # 4.57 sets a precision there, which would be that of the next Trainer
 def play(
     kind: type[Trainer], setting: Mapping[str, Any], folder: str, deepspeed: Any, make: Callable[..., Trainer]
 ) -> dict[str, Any]:
@@ -301,6 +302,7 @@ def play_alone(given: Mapping[str, Any], folder: str, kind: type[Trainer]) -> di
     return found | {"weights": {name: _array(each) for name, each in trainer.model.state_dict().items()}}
 
 
+@mock.patch.dict(os.environ)
 def resumed_in_16_bits(kind: str, folder: str) -> list[dict[str, Any]]:
     """Return what a run without interruption and a resumed one have: weights and moments, as DeepSpeed gives them.
 

@@ -1,11 +1,14 @@
 """Arguments of Trainers over stages, in one process."""
 
 import contextlib
+import copy
 import dataclasses
 import importlib
 import json
 import math
+import os
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +39,13 @@ from terapipe_ds.models.hugging_face.weights.quantized import quantize
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.strategy import plan_strategy
 from tests.hugging_face_families import IS_4, config_of
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """Arguments of 4.57 write their precision there, and ranks that start later would have it."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 class OtherOrder(PipelineTrainerMixin, Trainer):
@@ -133,6 +143,21 @@ def test_a_file_of_accelerate_launch_may_leave_out_sizes(
     assert raw.items() <= again.items()
 
 
+@pytest.mark.parametrize("of_json", [{}, {"bf16": {"enabled": "auto"}}, {"bf16": {"enabled": False}}], ids=str)
+@pytest.mark.parametrize("launched", ["no", "bf16", "fp16"])
+def test_accelerate_launch_sets_a_precision_as_without_stages(
+    launched: str, of_json: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    config = {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto", **of_json}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], deepspeed=copy.deepcopy(config))
+    stages = without_start(Stages, _raw={"terapipe": {"enabled": True}, **config}, section={"enabled": True})
+    found = stages.new_config(args).config
+    args.deepspeed_plugin.set_mixed_precision(launched)  # type: ignore[attr-defined]
+    expected = args.deepspeed_plugin.deepspeed_config  # type: ignore[attr-defined]
+    assert all(found[key]["enabled"] == expected[key]["enabled"] for key in ("bf16", "fp16"))
+
+
 @pytest.mark.parametrize("norm", [0.0, None])
 def test_a_norm_of_0_or_none_clips_nothing(norm: float | None, tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_grad_norm=norm)
@@ -227,6 +252,20 @@ def test_each_argument_is_served_or_refused_by_name() -> None:
 def test_values_that_stages_cannot_serve(args: dict[str, Any], ds_config: dict[str, Any], problem: str) -> None:
     problems = list(_of_args(TrainingArguments("folder", use_cpu=True, report_to=[], **args), ds_config))
     assert "; ".join(problems).startswith(problem) and len(problems) == bool(problem)
+
+
+@pytest.mark.parametrize(("name", "served", "refused"), [
+    ("MIXED_PRECISION", "bf16", "fp8"), ("DYNAMO_BACKEND", "NO", "INDUCTOR"),
+    ("USE_PARALLELISM_CONFIG", "false", "true"),  # Trainer would divide the number of labels by its ranks
+])  # fmt: skip
+def test_variables_of_accelerate_launch_that_stages_cannot_serve(
+    name: str, served: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = TrainingArguments("folder", use_cpu=True, report_to=[])
+    for value, count in ((served, 0), (refused, 1)):
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+        problems = list(_of_args(args, {}))
+        assert [problem.split(" of accelerate: ")[0] for problem in problems] == [f"ACCELERATE_{name}={value}"] * count
 
 
 def test_a_class_of_arguments_may_have_other_defaults() -> None:

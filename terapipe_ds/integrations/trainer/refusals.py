@@ -49,6 +49,12 @@ _REFUSED_ARGS = {
     "past_index": "stages return no states of the model: leave it out",
     "jit_mode_eval": "stages do not trace the model: leave it out",
 }
+# Variables of `accelerate launch`: the values that stages serve, the default first
+_OF_LAUNCHER = {
+    "ACCELERATE_MIXED_PRECISION": (("no", "bf16", "fp16"), "stages compute in fp32, bf16 or fp16"),
+    "ACCELERATE_DYNAMO_BACKEND": (("no",), _REFUSED_ARGS["torch_compile"]),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (("false",), _REFUSED_ARGS["parallelism_config"]),
+}
 # Arguments in which ranks may differ: names, paths, logs, processes. Others compare DeepSpeed's config and models
 _OF_RANK = re.compile(
     r"^(_|log_|disable|report_to|run_name|project|trackio|deepspeed|resume|skip_memory|model_init)|_(dir|path)$|rank|hub"
@@ -146,6 +152,9 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
             f"label_smoothing_factor: Trainer of transformers {transformers.__version__} adds up the means of "
             "micro-batches and ranks, and does not average them: install 5.15 or a newer version"
         )
+    for name, (served, why) in _OF_LAUNCHER.items():
+        if (value := os.environ.get(name) or served[0]).lower() not in served:
+            yield f"{name}={value} of accelerate: {why}"
     optimizer = str(getattr(args.optim, "value", args.optim))
     if _needs_more(optimizer, ds_config, is_half=args.bf16 or args.fp16):
         yield f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another optimizer of torch"
@@ -154,6 +163,11 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
     if unserved := sorted(name for name in {*options} - {"use_reentrant"} if name != "selective" or options[name]):
         names = "activation_checkpointing_kwargs or gradient_checkpointing_kwargs"
         yield f'{names} {unserved}: set "recompute" in the terapipe section'
+
+
+def precision_of(args: TrainingArguments) -> str:
+    """Return the mixed precision that Trainer gives accelerate: the argument, or else what `accelerate launch` says."""
+    return "fp16" if args.fp16 else "bf16" if args.bf16 else os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
 
 
 def _fields_of_libraries(args: TrainingArguments) -> list[dataclasses.Field[Any]]:

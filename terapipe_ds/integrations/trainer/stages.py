@@ -27,7 +27,7 @@ from terapipe_ds.config.conflicts import problem_of_auto, problem_of_quotes
 from terapipe_ds.config.strategy_file import read_strategy
 from terapipe_ds.config.unknown_keys import refuse_misspelt_section
 from terapipe_ds.dict_batch import BatchError
-from terapipe_ds.integrations.trainer.refusals import check_optimizer
+from terapipe_ds.integrations.trainer.refusals import check_optimizer, precision_of
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, ModelRefusedError, from_pretrained
 from terapipe_ds.models.hugging_face.refusals import refused_on_all_ranks
@@ -41,10 +41,7 @@ from terapipe_ds.runtime.register import lay_out, register
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 # The arguments fill the keys that the JSON leaves out; DeepSpeed would take its own defaults
-_DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(_SIZES, "auto"), **{key: {"enabled": "auto"} for key in ("bf16", "fp16")},
-    "zero_allow_untested_optimizer": True,  # as Trainer sets it
-}  # fmt: skip
+_DEFAULTS: dict[str, Any] = {**dict.fromkeys(_SIZES, "auto"), "zero_allow_untested_optimizer": True}  # as in Trainer
 
 
 def config_of(args: TrainingArguments | None) -> dict[str, Any]:
@@ -153,6 +150,8 @@ class Stages:
         raw.pop("tensor_parallel", None)  # Trainer would divide its numbers of ranks and labels by it once more
         filled = HfTrainerDeepSpeedConfig(raw)
         filled.trainer_config_process(args)
+        for key in ("bf16", "fp16"):
+            filled.config.setdefault(key, {"enabled": key == precision_of(args)})
         if not filled.config["gradient_clipping"]:  # no clipping, and the norm is still computed
             filled.config["gradient_clipping"] = math.inf
         is_bf16, is_fp16 = ((filled.config[key] or {}).get("enabled") for key in ("bf16", "fp16"))

@@ -225,7 +225,9 @@ def end_of_scaled_angles(config: Any) -> int | None:
     Angles of kind "dynamic" are the same for all lengths up to there, and then others for each length.
     """
     most, ends = getattr(config, "max_position_embeddings", None), []
-    for rope in _ropes(config):
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    of_types = [of_type for of_type in scaling.values() if isinstance(of_type, dict)]  # one for each type of layer
+    for rope in of_types or [scaling]:
         kind, factor = str(rope.get("rope_type", rope.get("type", "default"))), rope.get("factor")
         if kind in ("dynamic", "longrope") and most:
             ends.append(most)
@@ -233,9 +235,3 @@ def end_of_scaled_angles(config: Any) -> int | None:
             original = most if kind == "linear" else rope.get("original_max_position_embeddings") or most
             ends.append(max(most, int(original * factor)))
     return min(ends, default=None)
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    of_types = [of_type for of_type in scaling.values() if isinstance(of_type, dict)]  # one for each type of layer
-    return of_types or [scaling]

@@ -377,16 +377,16 @@ class TestStalls:
         assert "no progress for 1 s (terapipe.stall_timeout_s)" in text and "rank 1 (stage 1): does not answer" in text
 
     def test_data_may_take_longer_than_other_things(self, job: Job) -> None:
-        drawing, waiting = job.rank(1, 0.3, data_timeout_s=2.0), job.rank(0, 0.3)
+        drawing, waiting = job.rank(1, 1.0, data_timeout_s=3.0), job.rank(0, 1.0)
         with waiting.batch(), drawing.batch():
             start = time.monotonic()
             with drawing.drawing():
                 until(lambda: len(job.exits) == 2)
-        assert 2.0 < time.monotonic() - start < 2.0 + 5.0
+        assert 3.0 < time.monotonic() - start < 3.0 + 5.0
         text = job.said()
-        warned = r"rank 1 \(stage 1\) has waited \d s for the data iterator, and ends the job after 2 s \(terapipe.data"
+        warned = r"rank 1 \(stage 1\) has waited \d s for the data iterator, and ends the job after 3 s \(terapipe.data"
         assert len(re.findall(warned, text)) == 1 and "in test_data_may_take" in text[: text.index("ends: ")]
-        assert "rank 1 (stage 1) ends: no progress for 2 s (terapipe.data_timeout_s):" in text
+        assert "rank 1 (stage 1) ends: no progress for 3 s (terapipe.data_timeout_s):" in text
         assert "Stage 1 (rank 1) holds up the job: running drawing data from the iterator for" in text
 
     def test_after_slow_data_a_rank_waits_as_long_as_ever(self, job: Job) -> None:

@@ -45,25 +45,25 @@ _CONVERT = (
 class LoadOptions(NamedTuple):
     """Hold the arguments of `load_checkpoint` that follow the folder and the tag, in DeepSpeed's order."""
 
-    module_strict: bool
-    optimizer_states: bool
-    lr_scheduler_states: bool
-    module_only: bool
+    load_module_strict: bool
+    load_optimizer_states: bool
+    load_lr_scheduler_states: bool
+    load_module_only: bool
     custom_load_fn: Any
 
     @property
     def with_optimizer(self) -> bool:
-        return self.optimizer_states and not self.module_only
+        return self.load_optimizer_states and not self.load_module_only
 
     def compared(self) -> dict[str, bool]:
-        """Return the arguments by their names in `load_checkpoint`; of a function, whether there is one."""
-        return {name if name == "custom_load_fn" else f"load_{name}": bool(one) for name, one in self._asdict().items()}
+        """Return the arguments by name; of a function, whether there is one."""
+        return {name: bool(each) for name, each in self._asdict().items()}
 
     def loaded(self) -> list[str]:
         """Return names for all that a load sets."""
-        more = ("optimizer states", self.optimizer_states), ("learning rates", self.lr_scheduler_states)
+        more = ("optimizer states", self.load_optimizer_states), ("learning rates", self.load_lr_scheduler_states)
         whole = ["numbers of steps", *(name for name, is_asked in more if is_asked)]
-        return ["parameters", *([] if self.module_only else whole)]
+        return ["parameters", *([] if self.load_module_only else whole)]
 
 
 class SafeCheckpoints:
@@ -93,8 +93,8 @@ class SafeCheckpoints:
         ranks = {"sequence_ranks": sequence_size(engine.module)}  # which DeepSpeed counts as replicas in its files
         training = {**self._plans.described(), "layout": layout, **ranks}
         with self._watchdog.long_call("save_checkpoint"), ExitStack() as stack:
-            passed: dict[str, Any] = {"tag": str(tag or f"global_step{engine.global_steps}")}
-            passed |= {"exclude_frozen_parameters": exclude_frozen_parameters}
+            tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+            passed = {"tag": tag, "exclude_frozen_parameters": exclude_frozen_parameters}
             refuse_other_calls("save_checkpoint", passed, self._world)
             state = everywhere(lambda: with_description(engine, client_state), self._world)
             mappings = getattr(engine.optimizer, "_param_slice_mappings", None)
@@ -106,7 +106,7 @@ class SafeCheckpoints:
             if states is not None:
                 state |= stack.enter_context(states.saved_in_stock_order())
 
-            def save_as(tag: str | None, is_latest: bool) -> Any:
+            def save_as(tag: str, is_latest: bool) -> Any:
                 return stock_save(save_dir, tag, state, is_latest, exclude_frozen_parameters)
 
             settings = save_dir, tag, save_latest, training, self._allow_pickle
@@ -148,7 +148,7 @@ class SafeCheckpoints:
             self._half_loaded = {what: why for what, why in self._half_loaded.items() if what not in options.loaded()}
         for key in (LISTED, ENVELOPE):
             (loaded[1] or {}).pop(key, None)  # DeepSpeed takes keys that it does not know for the client's
-        if chosen.manifest is not None and loaded[0] is not None and not options.module_only:
+        if chosen.manifest is not None and loaded[0] is not None and not options.load_module_only:
             self._plans.resume(chosen.manifest.tag, chosen.manifest.training)
         return loaded
 
@@ -200,7 +200,7 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
             return None
         if options.custom_load_fn is not None:
             return "load_checkpoint(custom_load_fn=...): DeepSpeed's pipelines do not take it, leave it out"
-        problem = None if options.module_only else _problem_of_masters(engine, options.optimizer_states)
+        problem = None if options.load_module_only else _problem_of_masters(engine, options.load_optimizer_states)
         # The file of the first rank tells the sizes of all. DeepSpeed itself reports that it is missing
         path = folder / "mp_rank_00_model_states.pt"
         if problem is not None or not path.is_file():
@@ -212,7 +212,7 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
             return problem or _problem_of_form(engine, saved, path.parent, options)
         return _problem_of_universal(engine, path.parent / "zero" / "optimizer_state.pt")
 
-    problem = gather_results(look if torch_dist.get_rank() == 0 else None, world)[0]
+    problem = from_rank_0(look, world)
     if problem is not None:
         raise TeraPipeConfigError(problem)
 
@@ -338,7 +338,7 @@ def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> 
 
 def _problem_of_scheduler(scheduler: Any, saved: Mapping[str, Any], options: LoadOptions) -> str | None:
     """Say why DeepSpeed fails to load the state of a scheduler, or torch adds it to a scheduler that begins anew."""
-    if scheduler is None or options.module_only or not options.lr_scheduler_states:
+    if scheduler is None or options.load_module_only or not options.load_lr_scheduler_states:
         return None
     state, own = saved.get("lr_scheduler"), scheduler.state_dict()
     if not own or (state and not own.keys().isdisjoint(state)):

@@ -139,9 +139,9 @@ def _readable(folder: Path) -> Manifest | None:
 def save_checkpoint(
     engine: PipelineEngine,
     world: Any,
-    save: Callable[[str | None, bool], T],
+    save: Callable[[str, bool], T],
     save_dir: str,
-    tag: str | None,
+    tag: str,
     save_latest: bool,
     training: Mapping[str, Any],
     allow_pickle: bool = False,
@@ -161,7 +161,7 @@ def save_checkpoint(
     if not save_dir or engine.checkpoint_engine.is_decoupled():
         finish_decoupled(engine)
         return save(tag, save_latest)
-    paths = prepare(engine, world, Path(save_dir), f"global_step{engine.global_steps}" if tag is None else str(tag))
+    paths = prepare(engine, world, Path(save_dir), tag)
     saved, files = write(engine, world, paths, save)
     manifest = Manifest(
         tag=paths.tag,
@@ -200,7 +200,7 @@ def prepare(engine: PipelineEngine, world: Any, folder: Path, tag: str) -> Check
 
 
 def write(
-    engine: PipelineEngine, world: Any, paths: CheckpointPaths, save: Callable[[str | None, bool], T]
+    engine: PipelineEngine, world: Any, paths: CheckpointPaths, save: Callable[[str, bool], T]
 ) -> tuple[T, dict[str, Written]]:
     """Let DeepSpeed write the files of all ranks; return its result, and the files that this rank may publish."""
     # Keep an error of one rank until DeepSpeed's collectives are over: raised at once, it would leave others waiting

@@ -59,7 +59,7 @@ FORMS = [
     ("bf16", "fp16"),
 ]  # fmt: skip
 STEPS = 2
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 9}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3, "warmup_num_steps": 9}}
 LAYER_2 = "layer_02-model_states.pt"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.batch.batch_agreement import PlaceInJob, TensorPeers
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds, rounds_of
@@ -29,6 +30,9 @@ from terapipe_ds.runtime.links.staging import needs_staging
 MOST_CTAS = 4
 """Blocks of a kernel that carries a message. NCCL takes up to 16 of them over NVLink, and each occupies a
 multiprocessor for as long as a receive waits."""
+
+MOST_STREAMS = 32
+"""CUDA streams of one priority that torch hands out, in turn (c10/cuda/CUDAStream.cpp): further groups share them."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,14 @@ class PipelineGroups:
 def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     """Make the groups of all pipelines of DeepSpeed's `grid`, in one order; return this rank's. A collective."""
     num_ranks, rank, peers = torch_dist.get_world_size(), torch_dist.get_rank(), None
+    # gloo tells wires apart by tags. With NCCL no two wires of one stage may share a group, nor its stream
+    rounds = wires_apart(layout) if _keeps_order() else [layout.wires()]
+    if 2 * len(rounds) > MOST_STREAMS:
+        raise TeraPipeConfigError(
+            f"the parts of the stages ({layout.chunks_per_stage} each) need {2 * len(rounds)} groups of NCCL for their "
+            f"messages, and torch has {MOST_STREAMS} streams for them: two groups would share one, and a message that "
+            "waits there would hold back the other group's for ever. Set terapipe.chunks_per_stage to 8 or less"
+        )
     # Every rank makes all groups in the same order, even those that it is not in: torch requires it
     everyone = torch_dist.new_group(backend="gloo") if num_ranks > grid.pipe_parallel_size else None
     if (of_replica := peers_of(grid)) is not None:
@@ -150,12 +162,9 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     own = PipelineGroups((rank,), everyone=everyone, peers=peers, index=rank, count=num_ranks)
     if grid.pipe_parallel_size == 1:
         return own
-    # gloo tells wires apart by tags. With NCCL no two wires of one stage may share a group. Pipelines may: they have no
-    # rank in common, and where a device is bound, each group is a collective over the whole job
-    rounds, shared = [layout.wires()], None
-    if _keeps_order():
-        rounds = wires_apart(layout)
-        shared = [(_wire_group(), _wire_group()) for _ in rounds]
+    # pipelines may share a group: they have no rank in common, and where a device is bound, each group is a collective
+    # over the whole job
+    shared = [(_wire_group(), _wire_group()) for _ in rounds] if _keeps_order() else None
     pipelines = grid.topology().get_axis_comm_lists("pipe")
     # with a bound device ranks outside take part even in a group over gloo: each is outside of all pipelines but one.
     # No `use_local_synchronization`: torch (2.11 to 2.14) derives its names of groups from the number of a rank's

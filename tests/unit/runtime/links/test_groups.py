@@ -1,5 +1,6 @@
 """Groups of pipelines: few collectives over the whole job, as many on each rank, and the options of wires over NCCL."""
 
+import dataclasses
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +9,12 @@ import pytest
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links import groups
 from terapipe_ds.schedule import build
+from terapipe_ds.schedule.action import Kind
+from terapipe_ds.simulator import device_queues
 
 STAGES, REPLICAS, TENSOR, CHUNKS = 4, 4, 8, 4
 
@@ -22,7 +26,7 @@ class Options:
         self.is_high_priority_stream, self.config = False, SimpleNamespace(max_ctas=0)
 
 
-def made_on(rank: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def made_on(rank: int, backend: str, monkeypatch: pytest.MonkeyPatch, chunks: int = CHUNKS) -> list[dict[str, Any]]:
     """Return the groups that a rank asks torch for, and give it an object for each."""
     asked: list[dict[str, Any]] = []
 
@@ -37,7 +41,7 @@ def made_on(rank: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> list[di
     for name, value in {"new_group": new_group, "get_rank": lambda: rank, "get_backend": lambda *_: backend}.items():
         monkeypatch.setattr(torch_dist, name, value)
     monkeypatch.setattr(torch_dist, "get_world_size", topology.world_size)
-    layout = Layout(STAGES, build("interleaved", STAGES, 16, 1, chunks_per_stage=CHUNKS).placement)
+    layout = Layout(STAGES, build("interleaved", STAGES, 16, 1, chunks_per_stage=chunks).placement)
     made = groups.make_pipeline_groups(grid, layout)
     assert sorted(made.by_wire) == sorted(layout.wires()) and rank in made.ranks
     return asked
@@ -54,6 +58,37 @@ def test_pipelines_share_the_groups_of_their_wires_over_nccl(backend: str, monke
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     left = [each["options"].config.max_ctas for each in made_on(0, backend, monkeypatch) if each["options"]]
     assert left == [0] * 16, "the number of the user"
+
+
+def test_wires_that_would_share_a_stream_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has 32 of a priority, which it hands out in turn: as a device runs them, such a schedule waits for itself.
+
+    Groups i and i + 32 have one stream, in which an operation begins after the end of the one before it.
+    """
+
+    def hangs_in_pool(chunks: int) -> bool:
+        schedule = build("seq1f1b-interleaved", STAGES, 2 * STAGES, 4, chunks_per_stage=chunks)
+        wires = groups.wires_apart(Layout(STAGES, schedule.placement))
+        places = Layout(STAGES, schedule.placement).placement
+        pair_of = {places[each[:2]]: number for number, of_round in enumerate(wires) for each in of_round}  # by source
+
+        def in_pool(op: Any) -> Any:
+            way, kind, part_id, _ = op.stream
+            if way == "compute":
+                return op
+            is_forward = kind is Kind.FORWARD
+            group = 2 * pair_of[part_id - ((way == "in") == is_forward)] + (not is_forward)
+            return dataclasses.replace(op, stream=("pool", kind, group % 32, -1))
+
+        return device_queues.hangs([[*map(in_pool, each)] for each in device_queues.programs_of(schedule)], None)
+
+    assert not hangs_in_pool(8) and len(made_on(0, "nccl", monkeypatch, chunks=8)) > 32
+    assert hangs_in_pool(9)
+    with pytest.raises(
+        TeraPipeConfigError, match="9 each.*36 groups of NCCL.*32 streams.*chunks_per_stage to 8 or less"
+    ):
+        made_on(0, "nccl", monkeypatch, chunks=9)
+    made_on(0, "gloo", monkeypatch, chunks=9)
 
 
 def test_no_rank_is_left_out_of_more_groups_than_another(monkeypatch: pytest.MonkeyPatch) -> None:

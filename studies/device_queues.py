@@ -5,6 +5,7 @@ Each row tells it for receives that are all posted ahead, and for one receive pe
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ TABLE = [
     ("terapipe", 1, False), ("seq1f1b", 1, False), ("seq1f1b-zb", 1, False), ("seq1f1b-interleaved", 2, False),
     ("seq1f1b-interleaved-zb", 2, False), ("zbv", 2, False), ("chimera", 2, True), ("chimera-seq", 2, False),
 ]  # fmt: skip
-"""Every schedule: name, chunks per stage, whether sequences stay whole."""
+"""Every schedule: name, chunks per stage, whether it is made for whole sequences; it is tried with cut ones too."""
 SIZES = ((2, 4, 4), (4, 8, 4), (8, 8, 8))
 """Stages, micro-batches and slices."""
 
@@ -41,9 +42,9 @@ def rows(tries: int, sizes: Sequence[tuple[int, int, int]] = SIZES) -> Iterator[
     """Yield the rows of all schedules."""
     for name, chunks, is_whole in TABLE:
         for stages, micro_batches, slices in sizes:
-            shape = stages, micro_batches, 1 if is_whole else slices
-            schedule = build(name, *shape, chunks_per_stage=chunks)
-            for limit in (None, 1):
+            for num_slices, limit in itertools.product((1, slices) if is_whole else (slices,), (None, 1)):
+                shape = stages, micro_batches, num_slices
+                schedule = build(name, *shape, chunks_per_stage=chunks)
                 programs = programs_of(schedule, limit)
                 by_chance = [sum(hangs(programs, size, seed) for seed in range(tries)) for size in (8, 32)]
                 yield Row(name, *shape, limit == 1, hangs(programs, 1), *by_chance)

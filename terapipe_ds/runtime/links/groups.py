@@ -151,7 +151,7 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
         raise TeraPipeConfigError(
             f"the parts of the stages ({layout.chunks_per_stage} each) need {2 * len(rounds)} groups of NCCL for their "
             f"messages, and torch has {MOST_STREAMS} streams for them: two groups would share one, and a message that "
-            "waits there would hold back the other group's for ever. Set terapipe.chunks_per_stage to 8 or less"
+            "waits there would hold back the other group's for ever. Give a smaller terapipe.chunks_per_stage"
         )
     # Every rank makes all groups in the same order, even those that it is not in: torch requires it
     everyone = torch_dist.new_group(backend="gloo") if num_ranks > grid.pipe_parallel_size else None

@@ -85,7 +85,7 @@ def test_wires_that_would_share_a_stream_are_refused(monkeypatch: pytest.MonkeyP
     assert not hangs_in_pool(8) and len(made_on(0, "nccl", monkeypatch, chunks=8)) > 32
     assert hangs_in_pool(9)
     with pytest.raises(
-        TeraPipeConfigError, match="9 each.*36 groups of NCCL.*32 streams.*chunks_per_stage to 8 or less"
+        TeraPipeConfigError, match="9 each.*36 groups of NCCL.*32 streams.*smaller terapipe.chunks_per_stage"
     ):
         made_on(0, "nccl", monkeypatch, chunks=9)
     made_on(0, "gloo", monkeypatch, chunks=9)

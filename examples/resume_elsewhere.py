@@ -71,7 +71,8 @@ class Saved:
         training = manifest.training if manifest is not None else {}
         states = read_states(folder / "mp_rank_00_model_states.pt")
         config, degrees = config_of(states["ds_config"]), states["checkpoint_parallel_dimensions"]
-        sequence = training.get("sequence_ranks", 1)
+        # checkpoints of older versions lack the entry
+        sequence = training.get("sequence_ranks", config.get("sequence_parallel_size") or 1)
         replicas = states["dp_world_size"] // sequence
         if (stage := config.get("zero_optimization", {}).get("stage", 0)) != 1:
             end_with(

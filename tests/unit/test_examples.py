@@ -276,3 +276,20 @@ def test_a_job_that_goes_on_elsewhere_has_a_config_that_starts(monkeypatch: pyte
         script.config_of(str(path))
     path.write_text(json.dumps(config))
     assert script.config_of(str(path)) == config
+
+
+@pytest.mark.parametrize("entry", [{}, {"sequence_ranks": 2}])  # checkpoints of older versions lack it
+def test_sequence_ranks_of_a_checkpoint_are_no_replicas(
+    entry: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = example("resume_elsewhere", monkeypatch)
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "zero_optimization": {"stage": 1},
+    }  # fmt: skip
+    degrees = {"pp_degree": 2, "tp_degree": 1}
+    states = {"ds_config": config, "checkpoint_parallel_dimensions": degrees, "dp_world_size": 6}
+    monkeypatch.setattr(script, "choose_checkpoint", lambda *_: Mock(tag="a", read_as="a", note=None))
+    monkeypatch.setattr(script.Manifest, "read", lambda _: Mock(training=entry))
+    monkeypatch.setattr(script, "read_states", lambda _: states)
+    saved = script.Saved.last(tmp_path)
+    assert saved.grid == {"pipe": 2, "data": 3, "model": 1, "sequence": 2} and saved.batch == 6

@@ -141,11 +141,16 @@ class _Question:
         best_s = min((one.predicted_s for one in found), default=math.inf)
         for count in slice_counts(most_slices):
             plan = SlicePlan.equal(length, count, granularity)
+            replay = Replay.of(self._schedule(name, count))
             # layers that recompute only add time
-            if Replay.of(self._schedule(name, count)).makespan(plan, list(free.costs)) < best_s:
-                with contextlib.suppress(MemoryLimitError):
-                    yield (one := self.result(name, plan, self.layers(name, plan)))
-                    best_s = min(best_s, one.predicted_s)
+            if replay.makespan(plan, list(free.costs)) >= best_s:
+                continue
+            with contextlib.suppress(MemoryLimitError):
+                choice = self.layers(name, plan)
+                # a result has the memory and other plans to compare with, which take longer to find than its time
+                if (seconds := replay.makespan(plan, list(choice.costs))) < best_s:
+                    best_s = seconds
+                    yield self.result(name, plan, choice)
 
     def layers(self, name: str, plan: SlicePlan) -> RecomputeChoice:
         """Return the layers that let one plan fit in the least time."""

@@ -219,6 +219,20 @@ def test_a_search_has_an_answer_where_some_slices_do(granules: int) -> None:
         assert result.peak_bytes == timeline.peak_bytes and max(timeline.peak_bytes or ()) <= limit
 
 
+@pytest.mark.parametrize("seed", [83, 430])
+def test_layers_that_leave_no_room_for_slices_hide_no_answer_of_others(seed: int) -> None:
+    """Whole sequences fit with everything recomputed; the layers chosen for cut ones leave no room in one start."""
+    rng, plan = random.Random(seed), SlicePlan((12,))
+    stages, micro_batches = rng.randint(1, 3), rng.randint(1, 4)
+    parts = [random_part(rng, 2, 2 * stage_id, alike=False) for stage_id in range(stages)]
+    everything = recompute_everything(parts, plan, micro_batches)
+    replay = Replay.of(build("1f1b", stages, micro_batches, 1))
+    limit = max(replay.peak_bytes(plan, everything.memory))
+    result = plan_with_recompute(parts, 12, micro_batches, 4, "1f1b", limit)
+    assert result.predicted_s <= replay.makespan(plan, list(everything.costs)) * (1 + 1e-9)
+    assert result.peak_bytes is not None and max(result.peak_bytes) <= limit
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_proof_holds_for_all_slices_and_layers(seed: int) -> None:
     rng, schedule, answers = random.Random(seed), "seq1f1b", set()

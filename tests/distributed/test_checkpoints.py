@@ -613,6 +613,25 @@ def test_a_load_keeps_what_the_config_says_and_the_caller_leaves_out(precision: 
             assert found == [[0.0] * 3, [0.03 if index % 3 else engines.LEARNING_RATE], 0.1, ("", "")], index
 
 
+def job_after_a_failed_load(folder: str) -> tuple[str, float, tuple[str, str]]:
+    """Return the error of a load that fails on the last rank alone, then the limit after one that succeeds, a step."""
+    chain = Chain((), "fp32_zero1")
+    with chain.engine("seq1f1b", gradient_clipping=0.7) as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder)
+    with chain.engine("seq1f1b", gradient_clipping=0.1) as engine:
+        fails = mock.patch.object(engine.optimizer, "load_state_dict", side_effect=MemoryError)
+        with fails if engine.global_rank else contextlib.nullcontext():
+            failed = engines.raised_by(lambda: engine.load_checkpoint(folder))
+        engine.load_checkpoint(folder)
+        return failed[0], engine.optimizer.clip_grad, engines.step_error(engine)
+
+
+def test_a_failed_load_leaves_the_clipping_of_the_config(tmp_path: Path) -> None:
+    found = rank_pool(2).run(job_after_a_failed_load, folder=str(tmp_path))
+    assert all(failed for failed, *_ in found) and [rest for _, *rest in found] == [[0.1, ("", "")]] * 2
+
+
 # -- groups of parameters, and what is refused -----------------------------------------------------------------
 
 

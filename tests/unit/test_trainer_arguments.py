@@ -256,7 +256,8 @@ def test_values_that_stages_cannot_serve(args: dict[str, Any], ds_config: dict[s
 
 @pytest.mark.parametrize(("name", "served", "refused"), [
     ("MIXED_PRECISION", "bf16", "fp8"), ("DYNAMO_BACKEND", "NO", "INDUCTOR"),
-    ("USE_PARALLELISM_CONFIG", "false", "true"),  # Trainer would divide the number of labels by its ranks
+    ("USE_PARALLELISM_CONFIG", "false", "True"),
+    ("USE_PARALLELISM_CONFIG", "0", "true"),  # Trainer would divide the number of labels by its ranks
 ])  # fmt: skip
 def test_variables_of_accelerate_launch_that_stages_cannot_serve(
     name: str, served: str, refused: str, monkeypatch: pytest.MonkeyPatch

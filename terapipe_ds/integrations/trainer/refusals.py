@@ -53,7 +53,7 @@ _REFUSED_ARGS = {
 _OF_LAUNCHER = {
     "ACCELERATE_MIXED_PRECISION": (("no", "bf16", "fp16"), "stages compute in fp32, bf16 or fp16"),
     "ACCELERATE_DYNAMO_BACKEND": (("no",), _REFUSED_ARGS["torch_compile"]),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": (("false",), _REFUSED_ARGS["parallelism_config"]),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (("false", "no", "0"), _REFUSED_ARGS["parallelism_config"]),
 }
 # Arguments in which ranks may differ: names, paths, logs, processes. Others compare DeepSpeed's config and models
 _OF_RANK = re.compile(

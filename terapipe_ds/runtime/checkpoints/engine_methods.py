@@ -274,14 +274,16 @@ def keeping_own(engine: PipelineEngine, with_optimizer: bool) -> Iterator[None]:
         mappings = (vars(each)["_hp_mapping"] for group in lists for each in group)
         owners = [inner.state, *inner.param_groups, *(vars(each) for each in mappings if each is not None)]
     kept = [{key: dict(v) if isinstance(v, dict) else v for key, v in owner.items()} for owner in owners]
-    yield
-    for owner, own in zip(owners, kept, strict=True):
-        owner.clear()
-        owner.update(own)
-    if limit is not None:
-        optimizer.clip_grad = limit
-    if scaler is not None and (is_whole or type(optimizer.loss_scaler) is not type(scaler)):
-        optimizer.loss_scaler, optimizer.dynamic_loss_scale = scaler, scaler.dynamic
+    try:
+        yield
+    finally:  # also after an error: the load that follows keeps what it finds
+        for owner, own in zip(owners, kept, strict=True):
+            owner.clear()
+            owner.update(own)
+        if limit is not None:
+            optimizer.clip_grad = limit
+        if scaler is not None and (is_whole or type(optimizer.loss_scaler) is not type(scaler)):
+            optimizer.loss_scaler, optimizer.dynamic_loss_scale = scaler, scaler.dynamic
 
 
 @contextmanager

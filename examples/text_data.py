@@ -143,7 +143,7 @@ def lines_of(file: Path) -> Iterator[str]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield line.decode()
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")  # a file may begin with a byte-order mark
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is not UTF-8 text: {error.reason} in line {number}; convert it") from error
 

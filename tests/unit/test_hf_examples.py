@@ -215,9 +215,10 @@ def test_a_stream_goes_on_where_it_was(hf_data: ModuleType, tokenizer: PreTraine
 def test_a_stream_reads_the_texts_of_json_lines(
     hf_data: ModuleType, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """JSON may hold the separators U+2028 and U+0085, at which str.splitlines would cut a line."""
+    """JSON may hold the separators U+2028 and U+0085, at which str.splitlines would cut a line; a BOM may be first."""
     file, texts = tmp_path / "text.jsonl", [f"{'a stage sends ' * n}\u2028and\x85waits" for n in range(1, 20)]
-    file.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts))
+    lines = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    file.write_text(lines, encoding="utf-8-sig")
     assert list(hf_data.texts_of(hf_data.read_entries([file]))) == texts
     tokens = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     rows = list(hf_data.TextStream([file], tokenizer, 32)._epoch())

@@ -116,7 +116,7 @@ class CheckpointPaths:
             self._drop_replaced()
 
     def _drop_replaced(self) -> None:
-        """Remove the older checkpoint, but keep the files that a user has put into it."""
+        """Remove the older checkpoint, but keep the files that a user has put into it, unless they are states."""
         names = names_in(self.replaced, _readable(self.replaced))
         listed = {MANIFEST, *(Path(name).parts[0] for name in names)}
         for entry in self.replaced.iterdir():

@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_text(args: argparse.Namespace) -> Corpus:
-    """Return the text, of which both parts have at least one sequence: the first evaluation may be hours away."""
+    """Return the text. End here if a part of it is too short: the first evaluation may be hours away."""
     try:
         corpus = Corpus.load(args.data, max_bytes=args.max_bytes, validation_fraction=args.validation_fraction)
         for tokens in (corpus.train, corpus.validation):

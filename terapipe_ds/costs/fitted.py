@@ -218,7 +218,7 @@ class CostModel:
         return self._evaluate(self.backward_curve, tokens, prefix)
 
     def _weight_s(self, curve: Curve, tokens: Any, prefix: Any) -> Any:
-        """Return the seconds of W, at most those of the backward: fits of both may cross between the samples."""
+        """Return the seconds of W, never more than the whole backward: the two fits may cross between the samples."""
         seconds = np.minimum(self._evaluate(curve, tokens, prefix), self.backward_s(tokens, prefix))
         return seconds if seconds.ndim else float(seconds)
 

@@ -62,6 +62,7 @@ def parse_hjson(data: bytes) -> Any:
     """
     import hjson
 
+    data = data.removeprefix(codecs.BOM_UTF8)
     if len(data) > _MAX_HJSON or not data.lstrip().startswith((b"{", b"#", b"/")):  # hjson takes many other texts
         raise JsonError("it is no object with comments")
     try:

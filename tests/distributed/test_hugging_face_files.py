@@ -300,7 +300,7 @@ def test_shards_in_folders_apart_are_said(tmp_path: Path) -> None:
 
 
 def configs_in_16_bits(folder: str) -> list[str]:
-    """Return the config.json that transformers writes for a model whose router is in fp32, and that of the stages."""
+    """Return the config.json that transformers writes, and the one of the stages, for a model with an fp32 router."""
     read, own, ours = (f"{folder}/{name}" for name in ("read", "own", "ours"))
     AutoModelForCausalLM.from_config(config_of("deepseek_v3"), dtype=torch.bfloat16).save_pretrained(read)
     AutoModelForCausalLM.from_pretrained(read, dtype="auto").save_pretrained(own)

@@ -403,7 +403,7 @@ def test_a_writer_that_goes_on_has_the_values_of_its_save(then: str, tmp_path: P
 
 
 def job_names(folders: list[str], tag: str) -> list[float]:
-    """Return how far each loaded checkpoint is from the states at its save, and those of the folders from another."""
+    """Return how far each loaded checkpoint is from its save, and then how far the saves are apart."""
     with engine_of(gpt_layers(), OURS) as engine:
         saved = []
         for folder in folders:

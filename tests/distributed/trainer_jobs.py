@@ -158,7 +158,7 @@ def lose_the_last(folder: str, wanted: bool) -> None:
         torch_dist.barrier()
 
 
-@mock.patch.dict(os.environ)  # 4.57 sets a precision there, which would be that of the next Trainer
+@mock.patch.dict(os.environ)  # 4.57 sets a precision there, which the next Trainer would take
 def play(
     kind: type[Trainer], setting: Mapping[str, Any], folder: str, deepspeed: Any, make: Callable[..., Trainer]
 ) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
         for owner, name in ((engine.module, "_synchronize_tied_weights"), (engine.optimizer, "update_lp_params")):
             if hasattr(owner, name):
                 stack.enter_context(replaced(owner, name, partial(agree_then, getattr(owner, name))))
-        # DeepSpeed takes [ in a folder's name for a pattern: it finds no file, or those of another folder
+        # DeepSpeed reads [ in a folder's name as a pattern, and finds no file, or files of another folder
         for owner, name in ((engine, "_get_all_ckpt_names"), (engine.module, "ckpt_layer_path_list")):
             stack.enter_context(replaced(owner, name, partial(_search_in, getattr(owner, name))))
         loaded = first.keeping(load)()
@@ -239,5 +239,5 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
 
 
 def _search_in(search: Callable[..., list[str]], *where: Any) -> list[str]:
-    """Return what DeepSpeed's method finds in the folder itself; a number is that of a layer."""
+    """Return the files that DeepSpeed's method finds in this very folder; a number in `where` is a layer's."""
     return search(*(each if isinstance(each, int) else glob.escape(str(each)) for each in where))

@@ -263,8 +263,8 @@ def warn_of_checkpoints(engine: PipelineEngine) -> None:
 def keeping_own(engine: PipelineEngine, with_optimizer: bool) -> Iterator[None]:
     """Keep what DeepSpeed takes from a checkpoint although the config or the caller says otherwise.
 
-    This is the limit of `gradient_clipping`, and the loss scaler where the checkpoint has that of another precision, a
-    constant 1.0 for example. Without optimizer states it is also all but the parameters of a universal checkpoint.
+    DeepSpeed takes the limit of `gradient_clipping`. It takes the loss scaler of another precision, such as a constant
+    1.0. Of a universal checkpoint it takes everything, even if the caller leaves the optimizer states out.
     """
     optimizer, is_whole = engine.optimizer, engine.load_universal_checkpoint() and not with_optimizer
     scaler, limit = getattr(optimizer, "loss_scaler", None), getattr(optimizer, "clip_grad", None)

@@ -121,7 +121,8 @@ class IncomingBatches:
         """Run sequences of that length with `plan`. At the next batch all ranks agree on it and on the layers."""
         wanted = self._config.model_copy(update={"schedule": schedule or self._config.schedule})
         of_layers = problem_of_split(self._engine.module, wanted.schedule)
-        for problem in filter(None, (of_layers, *compile_problems(wanted), *recompute_problems(wanted))):
+        problem = next(filter(None, (of_layers, *compile_problems(wanted), *recompute_problems(wanted))), None)
+        if problem is not None:
             raise PlanError(f"use_slice_plan: {problem}")
         could_cut, (module, has_moe) = self._plans.may_cut, (self._engine.module, self._engine.has_moe_layers)
         self._source.also_agree_on("slices set by hand:", self._plans.use(plan, schedule))

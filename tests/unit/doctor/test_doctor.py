@@ -267,8 +267,9 @@ def test_a_config_with_comments_is_read_as_by_deepspeed(tmp_path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     path, text = tmp_path / "ds.json", json.dumps(USUAL, indent=1)
-    path.write_text(f"// mine\n{text[:-2]}, # the last\n}}\n")
-    assert read_json(str(path), "--config") == DeepSpeedConfig(str(path))._param_dict == USUAL
+    for encoding in ("utf-8-sig", "utf-8"):  # the first with a byte-order mark
+        path.write_text(f"// mine\n{text[:-2]}, # the last\n}}\n", encoding=encoding)
+        assert read_json(str(path), "--config") == DeepSpeedConfig(str(path))._param_dict == USUAL
     for option, broken, reason in (
         ("--model", path.read_text(), "expected value at line 1 column 1"),
         ("--config", '// twice\n{"a": 1,\n"a": 2}', "the key 'a' occurs twice"),  # and no word about the comment

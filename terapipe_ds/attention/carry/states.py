@@ -182,10 +182,8 @@ class CarriedEntry:
                 return None
             self._owner.count(-kept.state.nbytes)
             gradient = kept.state.grad
-            if gradient is not None and kept.begun:
-                gradient = gradient.clone()
-                for row in kept.begun:
-                    gradient[row].zero_()
+            for row in kept.begun if gradient is not None else ():
+                gradient[row].zero_()
             return gradient
         raise SliceStoreError(f"{self}: backward of slice [{start}, {stop}) {problem}")
 

@@ -366,6 +366,17 @@ def test_the_products_of_a_group_come_with_its_last_slice_whatever_that_has_left
     torch.testing.assert_close(layers[1].weight.grad, expected[1].weight.grad)
 
 
+def test_inputs_that_are_gathered_into_one_memory_join() -> None:
+    """As Megatron gathers the tokens of sequence-parallel ranks."""
+    weight, memory, gradients = nn.Parameter(torch.zeros(2, 3)), torch.empty(4, 3), WeightGradients()
+    gradients.open_batch(groups=[(FIRST, LAST)])
+    for key, number in ((LAST, 1.0), (FIRST, 2.0)):
+        with gradients.deferred(key):
+            gradients.keep(weight, torch.ones(4, 2), torch.tensor(number), lambda part: memory.fill_(part))
+        gradients.compute(key, nullcontext)
+    assert weight.grad is not None and weight.grad.tolist() == [[4 * 1.0 + 4 * 2.0] * 3] * 2
+
+
 @pytest.mark.parametrize("is_watched", [False, True])
 @pytest.mark.parametrize("has_sums", [False, True])
 def test_slices_whose_backward_is_whole_join_where_that_saves_time(is_watched: bool, has_sums: bool) -> None:

@@ -127,6 +127,24 @@ def test_what_another_thread_asks_meanwhile_is_no_sign_that_the_store_is_gone(
     others[0].join()
 
 
+def test_a_store_that_owes_an_answer_gets_no_further_question(
+    watch: WatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, asked = threading.Event(), list[str]()
+
+    def slow(store: object) -> None:
+        asked.append("first")
+        goes_on.wait(30.0)
+
+    monkeypatch.setattr(module, "_SILENT_S", 0.01)
+    assert watch._ask(slow) is None and watch._ask(lambda store: asked.append("second")) is None
+    monkeypatch.setattr(module, "_SILENT_S", 30.0)
+    goes_on.set()
+    while watch._is_gone:
+        time.sleep(0.001)
+    assert watch._ask(lambda store: asked.append("third") or True) and asked == ["first", "third"]
+
+
 class TestSilence:
     @pytest.fixture
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> Any:

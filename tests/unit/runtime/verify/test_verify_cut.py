@@ -22,7 +22,7 @@ from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.verify.compare import Tolerance, compare, compare_results, tolerance_of
 from terapipe_ds.runtime.verify.cut import Cut, cuttable, unit_of, window_plan
 from terapipe_ds.runtime.verify.named_layer import all_own
-from terapipe_ds.runtime.verify.tokens import Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TokenDim
 
 
 @given(st.integers(64, 131072), st.sampled_from([1, 2, 16]), st.integers(1, 8192), st.sampled_from([4, 32]))
@@ -189,6 +189,13 @@ def test_a_size_that_happens_to_be_the_length_is_no_token_dimension() -> None:
     whole = torch.zeros(12, 12)
     assert SLICING.layouts_of(whole, [whole[:, :n] for n in PLAN.lengths]) == [TokenDim(1)]
     assert SLICING.layouts_of(whole, [whole] * 3) == SLICING.layouts_of(torch.zeros(()), [torch.zeros(())] * 3) == []
+
+
+def test_slices_share_the_gradient_of_a_tensor_without_tokens() -> None:
+    """By tokens where all have the same tensor, as a scale, and like their losses where each has a value of its own."""
+    slicing, gradient = Slicing(SlicePlan((3, 1)), (0.2, 0.8)), torch.tensor([4.0])
+    shares = ([slicing.share_of_gradient(each, gradient, i).item() for i in (0, 1)] for each in (Same(), PerSlice(())))
+    assert [*map(pytest.approx, shares)] == [[3.0, 1.0], [0.8, 3.2]]
 
 
 def test_the_page_has_the_tolerances() -> None:

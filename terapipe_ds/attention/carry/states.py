@@ -182,8 +182,9 @@ class CarriedEntry:
                 return None
             self._owner.count(-kept.state.nbytes)
             gradient = kept.state.grad
-            for row in kept.begun if gradient is not None else ():
-                gradient[row].zero_()
+            if gradient is not None:
+                for row in kept.begun:
+                    gradient[row].zero_()
             return gradient
         raise SliceStoreError(f"{self}: backward of slice [{start}, {stop}) {problem}")
 

@@ -193,9 +193,11 @@ def test_a_size_that_happens_to_be_the_length_is_no_token_dimension() -> None:
 
 def test_slices_share_the_gradient_of_a_tensor_without_tokens() -> None:
     """By tokens where all have the same tensor, as a scale, and like their losses where each has a value of its own."""
-    slicing, gradient = Slicing(SlicePlan((3, 1)), (0.2, 0.8)), torch.tensor([4.0])
+    slicing, gradient = Slicing(SlicePlan((3, 1)), (0.2, 0.3)), torch.tensor([4.0])
     shares = ([slicing.share_of_gradient(each, gradient, i).item() for i in (0, 1)] for each in (Same(), PerSlice(())))
-    assert [*map(pytest.approx, shares)] == [[3.0, 1.0], [0.8, 3.2]]
+    assert [*map(pytest.approx, shares)] == [[3.0, 1.0], [0.8, 1.2]]
+    joined = (slicing.joined_gradients(each, [gradient, gradient]).item() for each in (Same(), PerSlice(())))
+    assert [*joined] == [8.0, 8.0 / 0.5], "a sum over slices has the weight one for each"
 
 
 def test_the_page_has_the_tolerances() -> None:

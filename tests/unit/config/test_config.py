@@ -213,7 +213,13 @@ def test_other_sections_are_no_misspelling() -> None:
     assert not TeraPipeConfig.from_deepspeed({name: {"enabled": True} for name in others} | {"terapip": 1}).enabled
 
 
-def test_folders_may_be_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_folders_may_be_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "order.csv").write_text("F0.0,B0.0\nF0.0,B0.0\n")
+    section = {"schedule": "~/order.csv", "slices": 1, "strategy": "~/s.json", "planner": {"profile": "~/p.json"}}
+    config = TeraPipeConfig(enabled=True, **section)
+    files = config.schedule, config.strategy, config.planner.profile
+    assert files == tuple(str(tmp_path / name) for name in ("order.csv", "s.json", "p.json"))
     monkeypatch.setenv("HOME", "/home/me")
     config = read({"trace_dir": "~/traces", "planner": {"cache_dir": "~/profiles"}})
     assert (config.trace_dir, config.planner.cache_dir) == ("/home/me/traces", "/home/me/profiles")

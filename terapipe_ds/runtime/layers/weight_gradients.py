@@ -292,9 +292,10 @@ class WeightGradients:
         active = self._running_slice()
         if active is None or not (weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype):
             return None
-        is_plain = type(weight) in _PLAIN and type(inputs) in _PLAIN
-        # the products here have no conjugates
-        if not is_plain or torch.is_autocast_enabled(inputs.device.type) or weight.is_complex():
+        is_plain = type(weight) in _PLAIN and type(inputs) in _PLAIN and inputs.layout is torch.strided
+        # the products here have no conjugates, and no rows of several lengths
+        is_plain = is_plain and not (inputs.is_nested or weight.is_complex())
+        if not is_plain or torch.is_autocast_enabled(inputs.device.type):
             return None
         # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
         hooked = self._is_hooked(weight)
@@ -402,7 +403,8 @@ def _is_replaced(layer: nn.Module) -> bool:
 
 def _forward_of(layer: nn.Module, gradients: WeightGradients, input: Tensor) -> Tensor:
     forward: Callable[..., Tensor] = type(layer).forward
-    is_torchs = _is_of_torch(forward)
+    # torch's compiler, in a function that the user compiles, would break its graph at each layer
+    is_torchs = not torch.compiler.is_dynamo_compiling() and _is_of_torch(forward)
     if is_torchs and isinstance(layer, nn.Linear) and forward is nn.Linear.forward:
         return gradients.linear(input, layer.weight, layer.bias)
     if is_torchs and isinstance(layer, nn.Embedding) and forward is nn.Embedding.forward:

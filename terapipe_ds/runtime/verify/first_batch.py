@@ -287,6 +287,7 @@ class FirstBatchCheck:
             # try layers that cannot run on a few tokens on all tokens
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
+        self._labels = []
         get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
         return result
 

@@ -210,7 +210,7 @@ class WeightGradients:
         `gather` makes all inputs from this rank's, as in `keep`.
         """
         inputs = inputs if gather is None else gather(inputs)
-        if self.sums is not None and self._has_sum(weight):
+        if self.sums is not None and self.sums.has(weight):
             self.sums.add(weight, rows, inputs)
             return
         fresh = _add_product(weight, rows, inputs)
@@ -477,19 +477,11 @@ class _Linear(torch.autograd.Function):
         try:
             is_of_step = torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0])
         except RuntimeError:  # `torch.autograd.grad` asks for the weight's, which torch does not tell otherwise
-            return _backward(ctx, grad, _product)
+            return _backward(ctx, grad, lambda weight, rows, inputs: rows.t() @ inputs)
         if not is_of_step:
-            return _backward(ctx, grad, _no_product)
+            return _backward(ctx, grad, lambda weight, rows, inputs: None)
         add = ctx.leaf.add
         return _backward_once(ctx, grad, add) if torch.is_grad_enabled() else _backward(ctx, grad, add)
-
-
-def _no_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """Leave the gradient of the weight out."""
-
-
-def _product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor:
-    return rows.t() @ inputs
 
 
 def _backward(ctx: Any, grad: Tensor, add: _Add) -> tuple[Tensor | None, ...]:

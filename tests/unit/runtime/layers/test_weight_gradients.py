@@ -643,6 +643,32 @@ def test_complex_weights(split: bool) -> None:
     assert_autograds(model, split, lambda each: each(inputs.clone().requires_grad_()).abs().square().sum().backward())
 
 
+OTHER_LAYOUTS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "nested": lambda model, x: model(torch.nested.as_nested_tensor([x[0], x[1, :3]])).to_padded_tensor(0.0),
+    "sparse": lambda model, x: model((x * (x > 0)).flatten(0, 1).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_inputs_of_another_layout(layout: str, split: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4).double(), torch.randn(2, 5, 4, dtype=torch.float64)
+    apply = OTHER_LAYOUTS[layout]
+    assert_autograds(model, split, lambda each: apply(each, x.clone().requires_grad_()).square().sum().backward())
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_function_that_the_user_compiles_is_one_graph(split: bool) -> None:
+    model, _, inputs = example()
+
+    def train(model: nn.Module) -> None:
+        run = torch.compile(lambda x: model(x).tanh(), backend="eager", fullgraph=True)
+        run(inputs.clone().requires_grad_()).square().sum().backward()
+
+    assert_autograds(model, split, train)
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_forward_mode_derivatives(split: bool) -> None:
     """A layer may compute one in its forward, and train through it."""

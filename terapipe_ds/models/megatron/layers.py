@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.losses import Head, hand_on, hands_on_hidden
 from terapipe_ds.losses.deferred import require_known
+from terapipe_ds.losses.head import change_of
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
-from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
+from terapipe_ds.models.megatron.linears import SplitBackwards, computes_as_megatron, split_backwards
 from terapipe_ds.models.positions import check_learned_positions, document_places, first_position, longest_run, places
 from terapipe_ds.models.rank_gradients import SummedGradient
 from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
@@ -105,8 +106,10 @@ class Blueprint:
 
     def head_of(self, projection: ColumnParallelLinear, weight: Tensor) -> Head | str:
         """Return an output projection as a loss takes it in place of logits, or why it cannot."""
-        if type(projection) is not ColumnParallelLinear or projection._forward_hooks or projection._forward_pre_hooks:
-            return "the output projection has hooks, or is not megatron-core's own ColumnParallelLinear"
+        if type(projection) is not ColumnParallelLinear or not computes_as_megatron(projection):
+            return "the output projection is not megatron-core's own ColumnParallelLinear"
+        if change := change_of(projection, "the output projection"):
+            return change
         group, shares_tokens = self.groups.tp, self.config.sequence_parallel
         return Head(weight, ranks=VocabularyRanks(group, shares_tokens) if group.size() > 1 else None)
 

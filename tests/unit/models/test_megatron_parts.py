@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,16 +199,27 @@ def test_layouts_that_megatron_cannot_have(dims: dict[str, int], changes: dict[s
     assert told is None if problem is None else problem in str(told)
 
 
-def test_an_output_projection_with_hooks_keeps_its_logits() -> None:
-    """A loss by the weight alone would pass by what a hook does to them."""
+def test_an_output_projection_that_a_program_changes_keeps_its_logits() -> None:
+    """A loss by the weight alone would pass by what a hook or another product does to them."""
     blueprint = Blueprint(config(), vocab_size=8, max_sequence_length=4)
     blueprint.groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))  # type: ignore[assignment]
-    projection, weight = object.__new__(ColumnParallelLinear), torch.zeros(8, 16)
-    nn.Module.__init__(projection)
-    assert vars(blueprint.head_of(projection, weight)) == vars(Head(weight))  # Python 3.13 compares equal tensors
-    projection.register_forward_hook(lambda *_: None)
-    for other in (projection, nn.Linear(16, 8)):
-        assert "has hooks, or is not megatron-core's own" in blueprint.head_of(other, weight)  # type: ignore
+    weight = torch.zeros(8, 16)
+
+    def described(change: Callable[[Any], Any]) -> Any:
+        projection = object.__new__(ColumnParallelLinear)
+        nn.Module.__init__(projection)
+        change(projection)
+        return blueprint.head_of(projection, weight)
+
+    assert vars(described(lambda _: None)) == vars(Head(weight))  # Python 3.13 compares equal tensors
+    assert "has hooks" in described(lambda projection: projection.register_forward_hook(print))
+    assert "has hooks" in described(lambda projection: projection.register_full_backward_hook(print))
+    assert "the forward of the output projection was replaced" in described(
+        lambda each: setattr(each, "forward", print)
+    )
+    others = described(lambda projection: setattr(projection, "_forward_impl", print)), nn.Linear(16, 8)
+    assert "is not megatron-core's own" in others[0]
+    assert "is not megatron-core's own" in blueprint.head_of(others[1], weight)  # type: ignore
 
 
 # -- specs ---------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from terapipe_ds.losses.head import change_of
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, computes_as_megatron, split_backwards
+from terapipe_ds.models.megatron.loss import VocabParallelLoss
 from terapipe_ds.models.positions import check_learned_positions, document_places, first_position, longest_run, places
 from terapipe_ds.models.rank_gradients import SummedGradient
 from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
@@ -49,9 +50,10 @@ ROTARY = ("rotary_percent", "rotary_base", "rope_scaling", "rope_scaling_factor"
 
 @dataclass
 class Blueprint:
-    """Hold the settings that all layers of one model are built from. `groups` is set once DeepSpeed has made them.
+    """Hold the settings of all layers of one model, named as the arguments of megatron-core's `GPTModel`.
 
-    Fields other than `config` have the names of the arguments of megatron-core's `GPTModel`.
+    `groups` is set once DeepSpeed has made them. `gradient_norms` are those of whole logits, of each slice, until the
+    ranks have compared them.
     """
 
     config: TransformerConfig
@@ -67,7 +69,8 @@ class Blueprint:
     seq_len_interpolation_factor: float | None = None
     seed: int = 1234
     transformer_layer_spec: ModuleSpec | list[ModuleSpec] | None = None
-    groups: ProcessGroupCollection = field(default=None, repr=False)
+    groups: ProcessGroupCollection = field(default=None, init=False, repr=False)
+    gradient_norms: list[Tensor] | None = field(default_factory=list, init=False, repr=False)
 
     @functools.cached_property
     def rotary(self) -> RotaryEmbedding | None:
@@ -103,6 +106,17 @@ class Blueprint:
             tp_group=self.groups.tp,
             **options,
         )
+
+    def logits(self, hidden: Tensor, projection: ColumnParallelLinear, **options: Any) -> Tensor:
+        """Return logits [B, T, V / tp] (all of V with `parallel_output=False`), or `hidden` if the loss takes it."""
+        if hands_on_hidden():
+            return hand_on(hidden).transpose(0, 1)
+        logits: Tensor = projection(hidden, **options)[0].transpose(0, 1)
+        is_whole = not self.parallel_output and self.groups.tp.size() > 1
+        VocabParallelLoss.whole_vocabulary = self.vocab_size if is_whole else 0
+        if is_whole and logits.requires_grad and (norms := self.gradient_norms) is not None:
+            logits.register_hook(lambda gradient: norms.append(gradient.float().norm()))
+        return logits
 
     def head_of(self, projection: ColumnParallelLinear, weight: Tensor) -> Head | str:
         """Return an output projection as a loss takes it in place of logits, or why it cannot."""
@@ -282,7 +296,7 @@ class MegatronHead(nn.Module):
         return self._blueprint.head_of(self.output_layer, self.output_layer.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return (hand_on(hidden) if hands_on_hidden() else self.output_layer(hidden)[0]).transpose(0, 1)
+        return self._blueprint.logits(hidden, self.output_layer)
 
 
 @dataclass
@@ -292,9 +306,8 @@ class TiedLogits:
     blueprint: Blueprint
 
     def __call__(self, embedding: MegatronEmbedding, hidden: Tensor) -> Tensor:
-        if hands_on_hidden():
-            return hand_on(hidden).transpose(0, 1)
-        return self.blueprint.tied_projection(hidden, weight=embedding.word_embeddings.weight)[0].transpose(0, 1)
+        blueprint = self.blueprint
+        return blueprint.logits(hidden, blueprint.tied_projection, weight=embedding.word_embeddings.weight)
 
     def output_head(self, embedding: MegatronEmbedding) -> Head | str:
         return self.blueprint.head_of(self.blueprint.tied_projection, embedding.word_embeddings.weight)

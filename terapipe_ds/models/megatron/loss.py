@@ -13,8 +13,13 @@ from torch import Tensor
 from terapipe_ds.losses import LinearCrossEntropy
 from terapipe_ds.losses.deferred import require_known
 from terapipe_ds.losses.linear_cross_entropy import Labels, targets_and_mask
+from terapipe_ds.models.megatron.refusals import MegatronConfigError
 
 IGNORE_INDEX = -100
+WHOLE_LOGITS = (
+    'VocabParallelLoss("megatron") takes logits whose vocabulary is split over the ranks, and with '
+    'parallel_output=False each rank has all of it: use VocabParallelLoss("exact"), or leave parallel_output on'
+)
 _OF_HIDDEN = LinearCrossEntropy(ignore_index=IGNORE_INDEX)
 
 
@@ -52,9 +57,10 @@ class VocabParallelLoss:
 
     Args:
         cross_entropy: "exact": computed in the dtype of fp64 logits, in fp32 otherwise. "megatron": megatron-core's
-            own, always in fp32. It takes the ranks' logits for shares of the vocabulary: within a function of your own
-            leave `parallel_output` of the model on.
+            own, always in fp32. It takes the ranks' logits for shares of the vocabulary, and refuses whole ones.
     """
+
+    whole_vocabulary = 0  # of the model that ran last, if each of its tensor-parallel ranks has all logits
 
     of_hidden, slice_weight = staticmethod(_OF_HIDDEN.of_hidden), staticmethod(_OF_HIDDEN.slice_weight)
 
@@ -81,6 +87,8 @@ class VocabParallelLoss:
         (targets, mask), group = targets_and_mask(labels, IGNORE_INDEX), self._group()
         require_known(targets, logits.shape[-1] * (1 if group is None else group.size()))
         if self.cross_entropy == "megatron":
+            if group is not None and group.size() > 1 and logits.shape[-1] == self.whole_vocabulary:
+                raise MegatronConfigError(WHOLE_LOGITS)
             # megatron-core has tokens first; it works in place, and somebody may have asked for the logits
             first = logits.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             losses = tensor_parallel.vocab_parallel_cross_entropy(first, targets.t().contiguous()).t()

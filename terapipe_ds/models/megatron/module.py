@@ -20,7 +20,7 @@ from terapipe_ds.messages import nearest
 from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_cuda, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.layers import ROTARY, Blueprint, gpt_layers, seed_dropout
-from terapipe_ds.models.megatron.loss import VocabParallelLoss
+from terapipe_ds.models.megatron.loss import WHOLE_LOGITS, VocabParallelLoss
 from terapipe_ds.models.megatron.refusals import HALF_RESIDUAL, MegatronConfigError, check_config
 from terapipe_ds.models.megatron.weights import is_partial, mark_split_parameters, universal_checkpoint_info
 from terapipe_ds.models.rank_gradients import TensorParallelModule
@@ -71,7 +71,7 @@ class MegatronGPT(TensorParallelModule):
     ) -> None:
         # on every rank alike, before anything is built
         check_config(config)
-        names = [each.name for each in dataclasses.fields(Blueprint)]
+        names = [each.name for each in dataclasses.fields(Blueprint) if each.init]
         for name in options.keys() - names:
             raise TypeError(f"MegatronGPT has no argument {name}{nearest(name, names)}")
         blueprint = Blueprint(config, vocab_size, max_sequence_length, **options)
@@ -159,10 +159,12 @@ class MegatronGPT(TensorParallelModule):
         """
         group, config = self.blueprint.groups.tp, self.blueprint.config
         if group.size() > 1:
+            norms = self.blueprint.gradient_norms or []
             if not self.are_compared and torch.is_tensor(engine.total_loss):
-                _require_equal_losses(engine.total_loss, group)
+                _require_equal_losses(engine.total_loss, norms, group)
             names = {name for name, parameter in self.named_parameters() if is_partial(name, parameter, config)}
             self.complete_gradients(names, engine.optimizer, group, _ADVICE)
+            self.blueprint.gradient_norms = None if self.are_compared else []
 
 
 def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
@@ -170,22 +172,31 @@ def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
     loss_fn.use_group(lambda: blueprint.groups.tp if blueprint.parallel_output else None)
     is_split = blueprint.parallel_output or blueprint.config.tensor_model_parallel_size == 1
     if loss_fn.cross_entropy == "megatron" and not is_split:
-        raise MegatronConfigError(
-            'VocabParallelLoss("megatron") takes logits whose vocabulary is split over the ranks, and with '
-            'parallel_output=False each rank has all of it: use VocabParallelLoss("exact"), or leave parallel_output on'
-        )
+        raise MegatronConfigError(WHOLE_LOGITS)
 
 
-def _require_equal_losses(loss: Tensor, group: Any) -> None:
-    """Raise MegatronConfigError on all ranks of `group` if these have different losses of one batch."""
-    losses = [torch.empty_like(loss) for _ in range(group.size())]
-    torch_dist.all_gather(losses, loss, group=group)
-    values = [float(each) for each in losses]
-    if max(values) - min(values) > _LARGEST_DIFFERENCE * max(map(abs, values)):
+def _require_equal_losses(loss: Tensor, norms: list[Tensor], group: Any) -> None:
+    """Raise MegatronConfigError on all ranks of `group` if these have different losses of one batch.
+
+    The ranks also compare `norms` of the gradients of slices' logits, which are there if each rank has all logits.
+    """
+    here = torch.stack([loss.detach().float().view(()), *norms])
+    everyone = [torch.empty_like(here) for _ in range(group.size())]
+    torch_dist.all_gather(everyone, here, group=group)
+    values = torch.stack(everyone).t().tolist()
+    apart = [max(each) - min(each) > _LARGEST_DIFFERENCE * max(map(abs, each)) for each in values]
+    if apart[0]:
         raise MegatronConfigError(
-            f"loss_fn gave the tensor-parallel ranks different losses of the same batch ({values}): each rank has the "
-            "logits of its share of the vocabulary. Use VocabParallelLoss() or LinearCrossEntropy(), "
+            f"loss_fn gave the tensor-parallel ranks different losses of the same batch ({values[0]}): each rank has "
+            "the logits of its share of the vocabulary. Use VocabParallelLoss() or LinearCrossEntropy(), "
             "or build MegatronGPT with parallel_output=False, so that loss_fn gets all logits"
+        )
+    if any(apart):
+        raise MegatronConfigError(
+            f"loss_fn gave the tensor-parallel ranks different gradients of the same logits (norms "
+            f"{values[apart.index(True)]}): with parallel_output=False each rank has the logits of the whole "
+            "vocabulary, and this loss takes them for a share, as megatron-core's vocab_parallel_cross_entropy does. "
+            "Leave parallel_output on, or use VocabParallelLoss() or a loss of all logits"
         )
 
 

@@ -1,5 +1,6 @@
 """The small parts of the Megatron layers: norms, gradients, names, specs, marks; each without process groups."""
 
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -238,7 +239,18 @@ def changed(**submodules: Any) -> ModuleSpec:
     return spec
 
 
+def attending(core: Any = DotProductAttention, **params: Any) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core
+    spec.submodules.self_attention.params |= params
+    return spec
+
+
 @pytest.mark.parametrize(("spec", "what"), [
+    (attending(type("Biased", (DotProductAttention,), {})), "has the core_attention Biased"),
+    (attending(functools.partial(DotProductAttention, softmax_scale=1.0)), "has the core_attention functools.partial"),
+    (attending(ModuleSpec(DotProductAttention, params={"softmax_scale": 1.0})), "has .*Attention with params"),
+    (attending(attn_mask_type=AttnMaskType.no_mask), "has attn_mask_type=AttnMaskType.no_mask, which is not causal"),
     (ModuleSpec(module=IdentityOp), "is of IdentityOp"),
     (changed(self_attention=IdentityOp), "has the self_attention IdentityOp"),
     (get_gpt_layer_local_spec(multi_latent_attention=True), "has the self_attention MLASelfAttention"),
@@ -247,6 +259,12 @@ def changed(**submodules: Any) -> ModuleSpec:
 def test_specs_whose_attention_cannot_be_replaced_are_refused(spec: ModuleSpec, what: str) -> None:
     with pytest.raises(MegatronConfigError, match=f"transformer_layer_spec {what}"):
         layer_specs(config(), spec)
+
+
+def test_megatrons_own_core_attention_is_replaced_however_the_spec_names_it() -> None:
+    for core in (None, ModuleSpec(DotProductAttention), SlicedCoreAttention):
+        [built] = layer_specs(config(num_layers=1), attending(core))
+        assert built.submodules.self_attention.submodules.core_attention is SlicedCoreAttention
 
 
 def test_given_specs_get_our_attention_too_and_there_is_one_for_each_layer() -> None:

@@ -234,8 +234,17 @@ def within_a_function(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return VocabParallelLoss("megatron")(logits, labels)
 
 
-def test_megatrons_cross_entropy_finds_its_group_within_a_function_of_the_users() -> None:
-    losses = rank_pool(2).run(train, layout="tp2", options={"loss_fn": within_a_function})
+def exact_within_a_function(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return VocabParallelLoss()(logits, labels)
+
+
+@pytest.mark.parametrize("options", [
+    {"loss_fn": within_a_function},
+    {"loss_fn": exact_within_a_function},
+    {"loss_fn": exact_within_a_function, "parallel_output": False},
+], ids=["megatron", "exact", "exact, whole"])  # fmt: skip
+def test_a_cross_entropy_finds_its_group_within_a_function_of_the_users(options: dict[str, Any]) -> None:
+    losses = rank_pool(2).run(train, layout="tp2", options=options)
     assert losses[0] == losses[1] == pytest.approx(losses_of("tp2")[0], rel=1e-5)
 
 

@@ -112,9 +112,9 @@ class Blueprint:
         if hands_on_hidden():
             return hand_on(hidden).transpose(0, 1)
         logits: Tensor = projection(hidden, **options)[0].transpose(0, 1)
-        is_whole = not self.parallel_output and self.groups.tp.size() > 1
-        VocabParallelLoss.whole_vocabulary = self.vocab_size if is_whole else 0
-        if is_whole and logits.requires_grad and (norms := self.gradient_norms) is not None:
+        VocabParallelLoss.of_last_model = logits.shape[-1], self.groups.tp if self.parallel_output else None
+        are_compared = self.parallel_output or self.groups.tp.size() == 1 or (norms := self.gradient_norms) is None
+        if not are_compared and logits.requires_grad:
             logits.register_hook(lambda gradient: norms.append(gradient.float().norm()))
         return logits
 

@@ -60,16 +60,15 @@ class VocabParallelLoss:
             own, always in fp32. It takes the ranks' logits for shares of the vocabulary, and refuses whole ones.
     """
 
-    whole_vocabulary = 0  # of the model that ran last, if each of its tensor-parallel ranks has all logits
-
+    # of the model that ran last, for a loss within a user's function: a rank's logits per token, and the ranks' group
+    of_last_model: tuple[int, Any] = (0, None)
     of_hidden, slice_weight = staticmethod(_OF_HIDDEN.of_hidden), staticmethod(_OF_HIDDEN.slice_weight)
 
     def __init__(self, cross_entropy: str = "exact") -> None:
         if cross_entropy not in ("exact", "megatron"):
             raise ValueError(f'cross_entropy={cross_entropy!r}: give "exact" or "megatron"')
         self.cross_entropy = cross_entropy
-        theirs = parallel_state.get_tensor_model_parallel_group  # megatron-core's looks its group up by itself
-        self._group: Callable[[], Any] = lambda: theirs(False) if cross_entropy == "megatron" else None
+        self._group: Callable[[], Any] | None = None
 
     def use_group(self, group: Callable[[], Any]) -> None:
         """Take a function that returns the group whose ranks divide the vocabulary, or None; the module calls this."""
@@ -84,10 +83,17 @@ class VocabParallelLoss:
 
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
         """Return the loss of logits [B, T, V / tp]. Raises ValueError for labels outside of the vocabulary."""
-        (targets, mask), group = targets_and_mask(labels, IGNORE_INDEX), self._group()
+        targets, mask = targets_and_mask(labels, IGNORE_INDEX)
+        theirs = parallel_state.get_tensor_model_parallel_group(False)  # megatron-core's looks its group up by itself
+        if self._group is not None:
+            group = self._group()
+        elif logits.shape[-1] == self.of_last_model[0]:
+            group = self.of_last_model[1]
+        else:
+            group = theirs if self.cross_entropy == "megatron" else None
         require_known(targets, logits.shape[-1] * (1 if group is None else group.size()))
         if self.cross_entropy == "megatron":
-            if group is not None and group.size() > 1 and logits.shape[-1] == self.whole_vocabulary:
+            if group is None and theirs is not None and theirs.size() > 1:
                 raise MegatronConfigError(WHOLE_LOGITS)
             # megatron-core has tokens first; it works in place, and somebody may have asked for the logits
             first = logits.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)

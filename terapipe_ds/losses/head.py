@@ -93,7 +93,8 @@ def _is_ours(function: Any) -> bool:
     """Return whether a hook or a forward is this package's: engines look at layers, or replace their products."""
     while isinstance(function, functools.partial):
         function = function.func
-    return str(getattr(function, "__module__", "")).startswith("terapipe_ds.")
+    scope = getattr(function, "__globals__", {"__name__": type(function).__module__})  # functools.wraps leaves it alone
+    return str(scope["__name__"]).startswith("terapipe_ds.")
 
 
 class TiedLogits:
@@ -150,9 +151,7 @@ def _described(layer: Any, describe: Callable[[], Head | str]) -> Callable[[], H
         for method in ("forward", "__call__"):
             own, inherited = (getattr(kind, method, None) for kind in (type(layer), described))
             if inherited not in (own, None, nn.Module.forward):
-                return (
-                    f"{type(layer).__name__} has a {method}() of its own and the output_head() of {described.__name__}"
-                )
+                return f"{type(layer).__name__} has a {method}() of its own and inherits output_head(): define both"
         return change_of(layer, "the last layer") or describe()
 
     found = head()

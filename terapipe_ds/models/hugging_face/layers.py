@@ -243,13 +243,10 @@ class OutputMatrix(Piece):
     def output_head(self) -> Head | str:
         """Return the output matrix and the code after it for a loss that keeps no logits, or why it needs logits."""
         held = self.held[0]
-        head: Head | str
-        if isinstance(held, ColumnLinear):
-            ranks = self.blueprint.ranks
-            head = change_of(held, "the output matrix") or Head(held.weight, held.bias, ranks=ranks)
-        else:
-            head = head_of(held)
-        return _with_scale_and_cap(head, self)
+        if not isinstance(held, ColumnLinear):
+            return _with_scale_and_cap(head_of(held), self)
+        head = Head(held.weight, held.bias, ranks=self.blueprint.ranks)
+        return _with_scale_and_cap(change_of(held, "the output matrix") or head, self)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if hands_on_hidden():

@@ -112,7 +112,7 @@ class Blueprint:
         if hands_on_hidden():
             return hand_on(hidden).transpose(0, 1)
         logits: Tensor = projection(hidden, **options)[0].transpose(0, 1)
-        VocabParallelLoss.of_last_model = logits.shape[-1], self.groups.tp if self.parallel_output else None
+        VocabParallelLoss.groups[logits.shape[-1]] = self.groups.tp if self.parallel_output else None
         are_compared = self.parallel_output or self.groups.tp.size() == 1 or (norms := self.gradient_norms) is None
         if not are_compared and logits.requires_grad:
             logits.register_hook(lambda gradient: norms.append(gradient.float().norm()))

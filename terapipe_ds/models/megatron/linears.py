@@ -139,10 +139,6 @@ class _Ranks(NamedTuple):
         torch_dist.all_gather_into_tensor(whole, inputs.contiguous(), group=self.group)
         return whole
 
-    def gather_rows(self, inputs: Tensor) -> Tensor:
-        """Return the inputs of all tokens as [T * B, in]."""
-        return _rows(self.gather(inputs))
-
     def begin_sum(self, gradient: Tensor) -> tuple[Tensor, Any]:
         """Return the gradient of this rank's inputs, and the work to wait for before it is complete."""
         if self.shares_tokens:
@@ -175,7 +171,7 @@ class _SplitLinear(torch.autograd.Function):
         inputs_grad, work = ranks.begin_sum(whole)
         bias_grad = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         if ranks.shares_tokens:
-            ctx.take(rows, inputs, ranks.gather_rows)
+            ctx.take(rows, inputs, lambda own: _rows(ranks.gather(own)))
         else:
             ctx.take(rows, _rows(inputs))
         if work is not None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as torch_dist
@@ -60,19 +59,14 @@ class VocabParallelLoss:
             own, always in fp32. It takes the ranks' logits for shares of the vocabulary, and refuses whole ones.
     """
 
-    # of the model that ran last, for a loss within a user's function: a rank's logits per token, and the ranks' group
-    of_last_model: tuple[int, Any] = (0, None)
+    # by a rank's logits of a token, as the last layers that ran have them; None: those are of the whole vocabulary
+    groups: ClassVar[dict[int, Any]] = {}
     of_hidden, slice_weight = staticmethod(_OF_HIDDEN.of_hidden), staticmethod(_OF_HIDDEN.slice_weight)
 
     def __init__(self, cross_entropy: str = "exact") -> None:
         if cross_entropy not in ("exact", "megatron"):
             raise ValueError(f'cross_entropy={cross_entropy!r}: give "exact" or "megatron"')
         self.cross_entropy = cross_entropy
-        self._group: Callable[[], Any] | None = None
-
-    def use_group(self, group: Callable[[], Any]) -> None:
-        """Take a function that returns the group whose ranks divide the vocabulary, or None; the module calls this."""
-        self._group = group
 
     @property
     def needs_logits(self) -> str:
@@ -85,12 +79,7 @@ class VocabParallelLoss:
         """Return the loss of logits [B, T, V / tp]. Raises ValueError for labels outside of the vocabulary."""
         targets, mask = targets_and_mask(labels, IGNORE_INDEX)
         theirs = parallel_state.get_tensor_model_parallel_group(False)  # megatron-core's looks its group up by itself
-        if self._group is not None:
-            group = self._group()
-        elif logits.shape[-1] == self.of_last_model[0]:
-            group = self.of_last_model[1]
-        else:
-            group = theirs if self.cross_entropy == "megatron" else None
+        group = self.groups.get(logits.shape[-1], theirs if self.cross_entropy == "megatron" else None)
         require_known(targets, logits.shape[-1] * (1 if group is None else group.size()))
         if self.cross_entropy == "megatron":
             if group is None and theirs is not None and theirs.size() > 1:

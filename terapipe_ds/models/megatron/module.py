@@ -82,9 +82,10 @@ class MegatronGPT(TensorParallelModule):
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self.autotp_size = config.tensor_model_parallel_size
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
-        if isinstance(loss_fn, VocabParallelLoss):
-            _take_logits(loss_fn, blueprint)
-        elif isinstance(loss_fn, LinearCrossEntropy):
+        is_whole = not blueprint.parallel_output and self.autotp_size > 1
+        if is_whole and isinstance(loss_fn, VocabParallelLoss) and loss_fn.cross_entropy == "megatron":
+            raise MegatronConfigError(WHOLE_LOGITS)
+        if isinstance(loss_fn, LinearCrossEntropy):
             blueprint.parallel_output = False  # it takes logits of the whole vocabulary, where somebody asks for logits
         super().__init__(
             layers=gpt_layers(blueprint),
@@ -165,14 +166,6 @@ class MegatronGPT(TensorParallelModule):
             names = {name for name, parameter in self.named_parameters() if is_partial(name, parameter, config)}
             self.complete_gradients(names, engine.optimizer, group, _ADVICE)
             self.blueprint.gradient_norms = None if self.are_compared else []
-
-
-def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
-    """Tell the loss whether its logits are shares of the vocabulary or all of it."""
-    loss_fn.use_group(lambda: blueprint.groups.tp if blueprint.parallel_output else None)
-    is_split = blueprint.parallel_output or blueprint.config.tensor_model_parallel_size == 1
-    if loss_fn.cross_entropy == "megatron" and not is_split:
-        raise MegatronConfigError(WHOLE_LOGITS)
 
 
 def _require_equal_losses(loss: Tensor, norms: list[Tensor], group: Any) -> None:

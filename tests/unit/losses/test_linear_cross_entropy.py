@@ -269,6 +269,9 @@ class TestHeads:
         tied = type(
             "Capped", (TiedLogits,), {"__call__": lambda self, *inputs: TiedLogits.__call__(self, *inputs).tanh()}
         )
+        wrapped = LMHead(GPTConfig())
+        wrapped.forward = functools.wraps(wrapped.forward)(lambda hidden: hidden)  # type: ignore[method-assign]
+        assert "the forward of the last layer was replaced" in str(find_head(wrapped))
         embedding = nn.Embedding(VOCABULARY, HIDDEN)
         assert "has a __call__() of its own" in str(find_head(functools.partial(tied(), embedding)))
         assert callable(find_head(functools.partial(tied_logits, embedding)))

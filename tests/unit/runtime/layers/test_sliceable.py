@@ -1,5 +1,6 @@
 """Layers that cannot be trained in slices, found where the model is built."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.runtime.layers.compiled import compile_layer
-from terapipe_ds.runtime.layers.sliceable import check_compile_call, problem_of_layers
+from terapipe_ds.runtime.layers.sliceable import check_compile_call, kind_of_loss, problem_of_layers
 from terapipe_ds.runtime.layout.sequence_axis import slice_length_multiple, with_multiple
 
 
@@ -196,3 +198,9 @@ def test_hooks_that_nothing_compares_are_named(verify: Any, caplog: pytest.LogCa
     layer.bias.register_hook(lambda gradient: gradient)
     assert problem_of_layers(layer, config, has_moe_layers=False) is None
     assert [("the gradients of bias" in told) for told in caplog.messages] == [True] * (verify == "off")
+
+
+def test_a_loss_that_wraps_one_of_the_package_counts_as_another() -> None:
+    """`functools.wraps` gives it the name of the package's module."""
+    doubled = functools.wraps(gpt_loss)(lambda logits, labels: 2 * gpt_loss(logits, labels))
+    assert kind_of_loss(doubled) != kind_of_loss(gpt_loss) == kind_of_loss(functools.partial(gpt_loss))

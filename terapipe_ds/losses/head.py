@@ -115,11 +115,9 @@ tied_logits = TiedLogits()
 def find_head(layer: Any) -> Callable[[], Head | str] | str:
     """Return a function that describes the output matrix of a model's last layer, or the reason why there is none.
 
-    The function returns a reason as well, if a program has changed the layer since.
-
-    The layer is torch's own nn.Linear without hooks, which from now on obeys `hands_on_hidden()`; or it has a method
-    `output_head()` that returns the `Head`, or the reason, and obeys by itself; or the `forward_fn` of a tied layer has
-    such a method.
+    The function returns a reason as well, if a program has changed the layer since. The layer is torch's nn.Linear,
+    which from now on obeys `hands_on_hidden()`; or it, or the `forward_fn` of a tied layer, obeys by itself and has a
+    method `output_head()` that returns the `Head`, or the reason.
     """
     if isinstance(layer, functools.partial) and hasattr(layer.func, "output_head"):
         return _described(layer.func, functools.partial(layer.func.output_head, *layer.args, **layer.keywords))

@@ -92,11 +92,7 @@ class SlicedCoreAttention(MegatronModule):
 
 
 def _sinks(config: TransformerConfig, rank: int, ranks: int) -> nn.Parameter:
-    """Return the logits of the sinks of this rank's heads, drawn as `DotProductAttention` draws them.
-
-    The method draws the numbers of all heads and cuts them, so that they do not depend on the number of tensor-parallel
-    ranks.
-    """
+    """Return the logits of the sinks of this rank's heads, of all that `DotProductAttention` draws on one rank."""
     device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
     of_all_heads = torch.empty(config.num_attention_heads, dtype=config.params_dtype, device=device)
     if config.perform_initialization:
@@ -158,10 +154,9 @@ def _problem_of_spec(spec: ModuleSpec, wanted: type) -> str | None:
         return "has cross_attention"
     # ours computes what these do, without settings of their own
     core = getattr(attention.submodules, "core_attention", None)
-    is_plain = not (isinstance(core, ModuleSpec) and (core.params or core.submodules))
-    usual = None, DotProductAttention, SlicedCoreAttention, transformer_engine.TEDotProductAttention
-    if not is_plain or getattr(core, "module", core) not in usual:
-        return f"has the core_attention {_name(getattr(core, 'module', core))}{'' if is_plain else ' with params'}"
+    core = core.module if isinstance(core, ModuleSpec) and not core.params else core
+    if core not in (None, DotProductAttention, SlicedCoreAttention, transformer_engine.TEDotProductAttention):
+        return f"has the core_attention {_name(core)}"
     if (mask := attention.params.get("attn_mask_type")) in (AttnMaskType.no_mask, AttnMaskType.arbitrary):
         return f"has attn_mask_type={mask}, which is not causal"
     return None

@@ -113,8 +113,8 @@ class Blueprint:
             return hand_on(hidden).transpose(0, 1)
         logits: Tensor = projection(hidden, **options)[0].transpose(0, 1)
         VocabParallelLoss.groups[logits.shape[-1]] = self.groups.tp if self.parallel_output else None
-        are_compared = self.parallel_output or self.groups.tp.size() == 1 or (norms := self.gradient_norms) is None
-        if not are_compared and logits.requires_grad:
+        norms = None if self.parallel_output or self.groups.tp.size() == 1 else self.gradient_norms
+        if norms is not None and logits.requires_grad:
             logits.register_hook(lambda gradient: norms.append(gradient.float().norm()))
         return logits
 
@@ -122,10 +122,9 @@ class Blueprint:
         """Return an output projection as a loss takes it in place of logits, or why it cannot."""
         if type(projection) is not ColumnParallelLinear or not computes_as_megatron(projection):
             return "the output projection is not megatron-core's own ColumnParallelLinear"
-        if change := change_of(projection, "the output projection"):
-            return change
-        group, shares_tokens = self.groups.tp, self.config.sequence_parallel
-        return Head(weight, ranks=VocabularyRanks(group, shares_tokens) if group.size() > 1 else None)
+        group = self.groups.tp
+        ranks = VocabularyRanks(group, self.config.sequence_parallel) if group.size() > 1 else None
+        return change_of(projection, "the output projection") or Head(weight, ranks=ranks)
 
     @contextlib.contextmanager
     def drawn(self, layer_index: int) -> Iterator[None]:
@@ -306,8 +305,7 @@ class TiedLogits:
     blueprint: Blueprint
 
     def __call__(self, embedding: MegatronEmbedding, hidden: Tensor) -> Tensor:
-        blueprint = self.blueprint
-        return blueprint.logits(hidden, blueprint.tied_projection, weight=embedding.word_embeddings.weight)
+        return self.blueprint.logits(hidden, self.blueprint.tied_projection, weight=embedding.word_embeddings.weight)
 
     def output_head(self, embedding: MegatronEmbedding) -> Head | str:
         return self.blueprint.head_of(self.blueprint.tied_projection, embedding.word_embeddings.weight)

@@ -30,6 +30,15 @@ _ADVICE = (
     "is summed; otherwise the ranks were given different samples or different random numbers for dropout "
     "(terapipe_ds.models.megatron.layers.seed_dropout)"
 )
+_SHARE = (
+    "losses of the same batch ({}): each rank has the logits of its share of the vocabulary. Use VocabParallelLoss() "
+    "or LinearCrossEntropy(), or build MegatronGPT with parallel_output=False, so that loss_fn gets all logits"
+)
+_WHOLE = (
+    "gradients of the same logits (norms {}): with parallel_output=False each rank has all logits, and this loss takes "
+    "them for a share, as megatron-core's vocab_parallel_cross_entropy does. Leave parallel_output on, or use "
+    "VocabParallelLoss() or a loss of all logits"
+)
 _LARGEST_DIFFERENCE = 1e-3  # of the losses of ranks, relative
 _BLOCK = 128  # tokens that share a scaling factor in fp8, or a multiple of them
 
@@ -127,10 +136,7 @@ class MegatronGPT(TensorParallelModule):
 
     @property
     def slice_length_multiple(self) -> int:
-        """Return the divisor of every slice length: sequence parallelism splits a slice's tokens over ranks.
-
-        In fp8 each rank's tokens are whole blocks.
-        """
+        """Return the divisor of slice lengths: ranks share tokens in sequence parallelism, fp8 has blocks of them."""
         config = self.blueprint.config
         return (self.blueprint.groups.tp.size() if config.sequence_parallel else 1) * (_BLOCK if config.fp8 else 1)
 
@@ -160,37 +166,23 @@ class MegatronGPT(TensorParallelModule):
         """
         group, config = self.blueprint.groups.tp, self.blueprint.config
         if group.size() > 1:
-            norms = self.blueprint.gradient_norms or []
             if not self.are_compared and torch.is_tensor(engine.total_loss):
-                _require_equal_losses(engine.total_loss, norms, group)
+                _require_equal_losses(engine.total_loss, self.blueprint.gradient_norms or [], group)
             names = {name for name, parameter in self.named_parameters() if is_partial(name, parameter, config)}
             self.complete_gradients(names, engine.optimizer, group, _ADVICE)
             self.blueprint.gradient_norms = None if self.are_compared else []
 
 
 def _require_equal_losses(loss: Tensor, norms: list[Tensor], group: Any) -> None:
-    """Raise MegatronConfigError on all ranks of `group` if these have different losses of one batch.
-
-    The ranks also compare `norms` of the gradients of slices' logits, which are there if each rank has all logits.
-    """
+    """Raise MegatronConfigError on all ranks if their losses of a batch, or `norms` of logits' gradients, differ."""
     here = torch.stack([loss.detach().float().view(()), *norms])
     everyone = [torch.empty_like(here) for _ in range(group.size())]
     torch_dist.all_gather(everyone, here, group=group)
     values = torch.stack(everyone).t().tolist()
-    apart = [max(each) - min(each) > _LARGEST_DIFFERENCE * max(map(abs, each)) for each in values]
-    if apart[0]:
-        raise MegatronConfigError(
-            f"loss_fn gave the tensor-parallel ranks different losses of the same batch ({values[0]}): each rank has "
-            "the logits of its share of the vocabulary. Use VocabParallelLoss() or LinearCrossEntropy(), "
-            "or build MegatronGPT with parallel_output=False, so that loss_fn gets all logits"
-        )
-    if any(apart):
-        raise MegatronConfigError(
-            f"loss_fn gave the tensor-parallel ranks different gradients of the same logits (norms "
-            f"{values[apart.index(True)]}): with parallel_output=False each rank has the logits of the whole "
-            "vocabulary, and this loss takes them for a share, as megatron-core's vocab_parallel_cross_entropy does. "
-            "Leave parallel_output on, or use VocabParallelLoss() or a loss of all logits"
-        )
+    for index, each in enumerate(values):
+        if max(each) - min(each) > _LARGEST_DIFFERENCE * max(map(abs, each)):
+            problem = (_WHOLE if index else _SHARE).format(each)
+            raise MegatronConfigError(f"loss_fn gave the tensor-parallel ranks different {problem}")
 
 
 def _topology(config: TransformerConfig) -> ProcessTopology:

@@ -65,9 +65,8 @@ def attend_in_graph(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, optio
     # an operator sees no autocast: the graph has the casts
     q, k, v = autocast(q, k, v)
     kv_needs_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    needs_grad = kv_needs_grad or (
-        torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad))
-    )
+    of_others = q.requires_grad or (sinks is not None and sinks.requires_grad)
+    needs_grad = kv_needs_grad or (torch.is_grad_enabled() and of_others)
     number, running.calls = running.calls, running.calls + 1
     out: Tensor = torch.ops.terapipe_ds.attend(q, k, v, sinks, *options, needs_grad, kv_needs_grad, number)[0]
     return out

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FrameType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -114,7 +114,7 @@ class GuardCapturedNames(UncompiledMode):
         if token_dim is not None and not _intercepted:
             arguments = dict(zip(_ARGUMENTS, args, strict=False)) | (kwargs or {})
             _check(arguments, token_dim, _CAPTURED if token_dim == -2 else "")
-        elif _is_kernel(func) and not _from_backends():
+        elif _is_kernel(func) and not any(_module_of(frame).startswith(_BACKENDS) for frame in _callers()):
             given = [argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, Tensor)][:2]
             token_dim = -2 if "dot_product" in str(func) else -3  # others take [B, T, H, D] or [T, H, D]
             if [x.dim() >= -token_dim for x in given] == [True, True]:  # flash-attn has norms among its operators
@@ -130,12 +130,16 @@ def _is_kernel(func: Any) -> bool:
     return any(part in name for part in _KERNELS) and "backward" not in name
 
 
-def _from_backends() -> bool:
-    """Return whether sliced attention itself is the caller."""
+def _callers() -> Iterator[FrameType]:
+    """Yield the frames that run now, the innermost first."""
     frame = inspect.currentframe()
-    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_BACKENDS):
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame is not None
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def _guarded(attention: Callable[..., Any], interception: Interception | None) -> Callable[..., Any]:
@@ -245,12 +249,9 @@ def _error(query: Tensor, key: Tensor, advice: str) -> PlainAttentionError:
 
 def _place_of_call() -> str:
     """Return the file, line and function of the innermost caller outside torch and this package; "" without one."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package not in ("torch", "terapipe_ds"):
+    for frame in _callers():
+        if _module_of(frame).partition(".")[0] not in ("torch", "terapipe_ds"):
             return f", at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
-        frame = frame.f_back
     return ""
 
 
@@ -332,13 +333,11 @@ def _problem_of(
 
 def _running_module() -> nn.Module | None:
     """Return the module whose method runs, the innermost one."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in _callers():
         # the first argument of a running method is its object
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module):
             of_runner = any(base.__module__.startswith(_RUNNERS) for base in type(owner).__mro__)
             return None if of_runner else owner
-        frame = frame.f_back
     return None

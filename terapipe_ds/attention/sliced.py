@@ -63,8 +63,7 @@ def sliced_attention(
         the whole sequence                    a `Call` of a backend; the node saves keys and values
         a slice                               a `Call` of a backend over the slice store
 
-    Without an active slice the tokens are the whole sequence.
-    If sequence ranks divide the slice, T is the number of this rank's tokens.
+    Without an active slice the tokens are the whole sequence; if sequence ranks divide the slice, T counts this rank's.
 
     Raises ValueError for shapes or values that do not fit or a forced backend that does not take them, SliceStoreError
     if slices run in an order that cannot give the right result, or without a store.

@@ -6,6 +6,7 @@ counterpart, with the reason.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import shlex
@@ -29,11 +30,6 @@ def _count(text: str) -> int:
     if (number := int(text)) < 1:
         raise ValueError(f"{text} is below 1")
     return number
-
-
-def _power_of_two(text: str) -> int:
-    """Return the exponent of a loss scale, which DeepSpeed's JSON has in its place."""
-    return max(int(_finite(text)), 1).bit_length() - 1
 
 
 def _switch(value: Any) -> Callable[[str], Any]:
@@ -61,7 +57,7 @@ IN_JSON: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--bf16": ("bf16.enabled", _switch(True)),
     "--fp16": ("fp16.enabled", _switch(True)),
     "--loss-scale": ("fp16.loss_scale", _finite),
-    "--initial-loss-scale": ("fp16.initial_scale_power", _power_of_two),
+    "--initial-loss-scale": ("fp16.initial_scale_power", lambda text: max(int(_finite(text)), 1).bit_length() - 1),
     "--min-loss-scale": ("fp16.min_loss_scale", _finite),
     "--loss-scale-window": ("fp16.loss_scale_window", _count),
     "--hysteresis": ("fp16.hysteresis", _count),
@@ -137,12 +133,8 @@ LOST = {
 }
 """Nothing in the JSON or the script corresponds to them; the text says what to do, or what happens anyway."""
 KNOWN = (*IN_JSON, *SCHEDULER, *WITH_SCRIPT, *LOST)
-ONE_ALONE = ("--context-parallel-size", "--expert-model-parallel-size")
-"""Of these, any other value is an error: a job that needs such ranks would run without them."""
-DECAYS_ALL = (
-    "DeepSpeed applies it to biases and norms too; to spare them as Megatron-LM does, give their parameters to "
-    "initialize as a group with weight_decay 0"
-)
+_USUAL = {"give 0": ("0", "0.0"), "give 1": ("1",)}
+"""Values that lose nothing, by how the text begins. Others than 1 are errors: a job would run without such ranks."""
 DEFAULTS = {"--optimizer": "adam", "--weight-decay": "0.01", "--adam-beta1": "0.9", "--adam-beta2": "0.999",
             "--adam-eps": "1e-8", "--clip-grad": "1.0", "--lr-decay-style": "linear", "--min-lr": "0"}  # fmt: skip
 """Megatron-LM's values of arguments that change the training where DeepSpeed's own defaults differ."""
@@ -172,27 +164,32 @@ def convert(text: str) -> Conversion:
         values["--accumulate-allreduce-grads-in-fp32"] = ""  # as Megatron-LM; DeepSpeed's ZeRO sums in bf16
     # each argument to its place
     result = Conversion({}, [f"{name} {value}".rstrip() for name, value in values.items() if name in WITH_SCRIPT])
-    problems += [f"{name} {values[name]}: {LOST[name]}" for name in ONE_ALONE if values.get(name, "1") != "1"]
-    lost = {name: LOST[name] for name in values if name in LOST and name not in ONE_ALONE}
-    result.lost |= {
-        n: text for n, text in lost.items() if not (text.startswith("give 0") and values[n] in ("0", "0.0"))
-    }
-    result.lost |= {"--rampup-batch-size": ramp.call} if ramp else {}
+    lost = {n: LOST[n] for n in values if n in LOST and values[n] not in _USUAL.get(LOST[n][:6], ())}
+    needed = [name for name, text in lost.items() if text.startswith("give 1")]
+    problems += [f"{name} {values[name]}: {lost.pop(name)}" for name in needed]
+    result.lost |= lost | ({"--rampup-batch-size": ramp.call} if ramp else {})
     if values["--weight-decay"] not in ("0", "0.0"):
-        result.lost["--weight-decay"] = DECAYS_ALL
+        result.lost["--weight-decay"] = (
+            "DeepSpeed applies it to biases and norms too; to spare them as Megatron-LM does, give their parameters to "
+            "initialize as a group with weight_decay 0"
+        )
     unknown = [name for name in values if name not in KNOWN]
     advice = "leave it out here if your script reads it"
     problems += [f"unknown argument {name}: {advice}{nearest(name, KNOWN)}" for name in unknown]
     for name in [name for name in IN_JSON if name in values]:
         key, read = IN_JSON[name]
+        *above, last = key.split(".")
+        place = functools.reduce(lambda within, level: within.setdefault(level, {}), above, result.ds_config)
         try:
-            _set(result.ds_config, key.split("."), read(values[name]))
+            place[last] = read(values[name])
         except (ValueError, KeyError):
             problems.append(f"{name} {values[name]}: give a value that Megatron-LM takes")
     problems += _add_scheduler(result.ds_config, values)
     problems += ["--bf16 and --fp16: give one of them"] if {"--bf16", "--fp16"} <= values.keys() else []
     if problems:
         raise TeraPipeConfigError("; ".join(problems))
+    params = result.ds_config["optimizer"]["params"]
+    params |= {"betas": [*params["betas"].values()]} if "betas" in params else {}
     if "--accumulate-allreduce-grads-in-fp32" in values and {"--bf16", "--fp16"} & values.keys():
         zero = result.ds_config.setdefault("zero_optimization", {})
         zero["stage"] = zero.get("stage") or 1  # DeepSpeed has these sums under ZeRO alone
@@ -303,18 +300,6 @@ def _count_steps(values: dict[str, str], ramp: _Ramp | None) -> list[str]:
         except ValueError:
             problems.append(f"{name} {values[name]}: no number of samples, or --global-batch-size is {batch}")
     return problems
-
-
-def _set(document: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set a key of nested objects; a last level that is a number is a place in a list of two."""
-    index = int(path[-1]) if path[-1].isdigit() else None
-    *above, last = path if index is None else path[:-1]
-    for name in above:
-        document = document.setdefault(name, {})
-    if index is None:
-        document[last] = value
-    else:
-        document.setdefault(last, [0.0, 0.0])[index] = value
 
 
 def _add_scheduler(document: dict[str, Any], values: Mapping[str, str]) -> list[str]:

@@ -4,15 +4,7 @@ The forward only keeps the hidden states. The backward knows the gradient of the
 so each chunk's logits are computed once, become their own gradient in place, and are dropped. The loss has its value
 when its backward has run.
 
-The other ways were measured, or counted, and are worse:
-
-  recompute   loss in the forward, logits once more in the backward: four products of the head in place of three. On a
-              CPU this takes 1.30 times as long as plain logits, against 0.88 (`studies.losses`)
-  forward     loss and all gradients in the forward: three products too, but the gradient of the weight needs the loss
-              scale and every weight before the loss is used, and one micro-batch runs all forwards of the last stage
-              before its first backward: the other stages would wait for the head's backward
-  torch       `F.linear_cross_entropy` (2.13) keeps one gradient of the weight's size per slice, has neither caps nor
-              scales, and takes 4.4 times as long as plain logits on a CPU
+docs/losses.md has the other ways, which were measured, or counted, and are worse.
 """
 
 from __future__ import annotations

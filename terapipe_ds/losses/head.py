@@ -70,29 +70,31 @@ def hand_on(hidden: Tensor) -> Tensor:
     return hidden.view_as(hidden)
 
 
-ONLY_LOOKS = "_terapipe_only_looks"
-"""The attribute of hooks that change nothing: a layer with such hooks is as it was."""
-
-
 def head_of(layer: nn.Module) -> Head | str:
     """Return torch's own linear layer as an output matrix, or the reason why its product cannot be left to a loss."""
     if type(layer) is not nn.Linear:
         return f"the output matrix is a {type(layer).__name__}, not torch's own nn.Linear"
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    if any(not hasattr(hook, ONLY_LOOKS) for each in hooks for hook in each.values()):
-        return "the output matrix has hooks"
-    if _is_replaced(vars(layer).get("forward")):
-        return "the forward of the output matrix was replaced"
-    return Head(layer.weight, layer.bias)
+    return change_of(layer, "the output matrix") or Head(layer.weight, layer.bias)
 
 
-def _is_replaced(forward: Any) -> bool:
-    """Return whether a program has replaced the forward of a linear layer; this package's engines do not count."""
-    if isinstance(forward, HandsOn):
-        return _is_replaced(forward.plain)
-    if isinstance(forward, functools.partial):
-        return not str(getattr(forward.func, "__module__", "")).startswith("terapipe_ds.")
-    return forward is not None and getattr(forward, "__func__", None) is not nn.Linear.forward
+def change_of(layer: Any, name: str) -> str:
+    """Return what a program has changed in a layer, which a loss that takes its product would leave out; else ""."""
+    hooks = (getattr(layer, f"_{kind}_hooks", {}) for kind in ("forward", "forward_pre", "backward", "backward_pre"))
+    if not all(_is_ours(hook) for each in hooks for hook in each.values()):
+        return f"{name} has hooks"
+    forward = getattr(layer, "__dict__", {}).get("forward")
+    while isinstance(forward, HandsOn):
+        forward = forward.plain
+    is_usual = forward is None or getattr(forward, "__func__", None) is getattr(type(layer), "forward", None)
+    return "" if is_usual or _is_ours(forward) else f"the forward of {name} was replaced"
+
+
+def _is_ours(function: Any) -> bool:
+    """Return whether a hook or a forward is this package's: engines look at layers, or replace their products."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    scope = getattr(function, "__globals__", {"__name__": type(function).__module__})  # functools.wraps leaves it alone
+    return str(scope["__name__"]).startswith("terapipe_ds.")
 
 
 class TiedLogits:
@@ -113,16 +115,14 @@ tied_logits = TiedLogits()
 def find_head(layer: Any) -> Callable[[], Head | str] | str:
     """Return a function that describes the output matrix of a model's last layer, or the reason why there is none.
 
-    The function returns a reason as well, if a program has changed the layer since.
-
-    The layer is torch's own nn.Linear without hooks, which from now on obeys `hands_on_hidden()`; or it has a method
-    `output_head()` that returns the `Head`, or the reason, and obeys by itself; or the `forward_fn` of a tied layer has
-    such a method.
+    The function returns a reason as well, if a program has changed the layer since. The layer is torch's nn.Linear,
+    which from now on obeys `hands_on_hidden()`; or it, or the `forward_fn` of a tied layer, obeys by itself and has a
+    method `output_head()` that returns the `Head`, or the reason.
     """
     if isinstance(layer, functools.partial) and hasattr(layer.func, "output_head"):
-        return _valid(functools.partial(layer.func.output_head, *layer.args, **layer.keywords))
+        return _described(layer.func, functools.partial(layer.func.output_head, *layer.args, **layer.keywords))
     if hasattr(layer, "output_head"):
-        return _valid(layer.output_head)
+        return _described(layer, layer.output_head)
     head = head_of(layer)
     if isinstance(head, str):
         return head
@@ -141,6 +141,16 @@ class HandsOn:
         return hand_on(hidden) if hands_on_hidden() else self.plain(hidden)
 
 
-def _valid(describe: Callable[[], Head | str]) -> Callable[[], Head | str] | str:
-    head = describe()
-    return head if isinstance(head, str) else describe
+def _described(layer: Any, describe: Callable[[], Head | str]) -> Callable[[], Head | str] | str:
+    """Return a function that calls `describe`; it, or this one, returns a reason if `layer` may do more than that."""
+
+    def head() -> Head | str:
+        described = next((kind for kind in type(layer).__mro__ if "output_head" in vars(kind)), type(layer))
+        for method in ("forward", "__call__"):
+            own, inherited = (getattr(kind, method, None) for kind in (type(layer), described))
+            if inherited not in (own, None, nn.Module.forward):
+                return f"{type(layer).__name__} has a {method}() of its own and inherits output_head(): define both"
+        return change_of(layer, "the last layer") or describe()
+
+    found = head()
+    return found if isinstance(found, str) else head

@@ -188,7 +188,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 """Changes of the last layer by a program, which a loss of hidden states cannot follow."""
 
 
-def changed(name: str, at: int, verify: str) -> dict[str, float]:
+def changed(name: str, at: int, verify: str, make: Callable[[], list[Any]]) -> dict[str, float]:
     """Return the differences from the stock engine if a program changes the last layer before that step."""
 
     def change(engine: PipelineEngine, step: int) -> None:
@@ -197,17 +197,21 @@ def changed(name: str, at: int, verify: str) -> dict[str, float]:
             CHANGES[name](engine.module.forward_funcs)
 
     data, options = batches(3), {"loss_fn": LinearCrossEntropy()}
-    stock = run_training(with_head, None, data, stages=1, before_step=change, **options)
+    stock = run_training(make, None, data, stages=1, before_step=change, **options)
     terapipe = section(slices=[8, 12, 3], verify=verify)
-    return differences(run_training(with_head, terapipe, data, before_step=change, **options), stock)
+    return differences(run_training(make, terapipe, data, before_step=change, **options), stock)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_last_layer_that_a_program_changes_gets_its_logits(name: str) -> None:
-    """Before the first step or between steps, whether layers are checked or not: as in the stock engine."""
-    for at, verify in ((0, "off"), (1, "first_batch"), (2, "off")):
-        assert not violations(rank_pool(2).run(changed, name=name, at=at, verify=verify)), (at, verify)
+    """Before the first step or between steps, whether layers are checked or not: as in the stock engine.
+
+    The last layer is torch's own, or describes itself by output_head().
+    """
+    cases = (0, "off", with_head), (1, "first_batch", with_head), (2, "off", with_head), (0, "off", gpt_layers)
+    for at, verify, make in cases:
+        assert not violations(rank_pool(2).run(changed, name=name, at=at, verify=verify, make=make)), (at, verify, make)
 
 
 def hooked_in_the_first_batch(compiles: bool) -> tuple[list[int], list[int]]:

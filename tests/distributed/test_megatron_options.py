@@ -11,6 +11,7 @@ import torch.nn.functional as F
 pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from terapipe_ds.attention import documents, sliced_attention
 from terapipe_ds.losses import LinearCrossEntropy
@@ -233,9 +234,44 @@ def within_a_function(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return VocabParallelLoss("megatron")(logits, labels)
 
 
-def test_megatrons_cross_entropy_finds_its_group_within_a_function_of_the_users() -> None:
-    losses = rank_pool(2).run(train, layout="tp2", options={"loss_fn": within_a_function})
+def exact_within_a_function(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return VocabParallelLoss()(logits, labels)
+
+
+@pytest.mark.parametrize("options", [
+    {"loss_fn": within_a_function},
+    {"loss_fn": exact_within_a_function},
+    {"loss_fn": exact_within_a_function, "parallel_output": False},
+], ids=["megatron", "exact", "exact, whole"])  # fmt: skip
+def test_a_cross_entropy_finds_its_group_within_a_function_of_the_users(options: dict[str, Any]) -> None:
+    losses = rank_pool(2).run(train, layout="tp2", options=options)
     assert losses[0] == losses[1] == pytest.approx(losses_of("tp2")[0], rel=1e-5)
+
+
+def within_a_function_of_megatrons(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = vocab_parallel_cross_entropy(logits.transpose(0, 1).float().contiguous(), labels.t().contiguous())
+    return losses.mean()
+
+
+def evaluate_whole_logits(loss_fn: Any) -> None:
+    case = case_of("tp2")
+    unchecked = section(verify="off", slices=2)
+    with engine_of(case, options={"loss_fn": loss_fn, "parallel_output": False}, terapipe=unchecked) as engine:
+        engine.eval_batch(iter(data(case, 1)[0]))
+
+
+@pytest.mark.parametrize(("loss_fn", "told"), [
+    (within_a_function, "takes logits whose vocabulary is split"),
+    (within_a_function_of_megatrons, "different gradients of the same logits"),
+])  # fmt: skip
+def test_whole_logits_for_a_loss_that_takes_them_for_shares(loss_fn: Any, told: str) -> None:
+    """The sum of exponentials counted each logit twice: the loss was ln 2 too large, and its gradients were wrong."""
+    whole, unchecked = {"loss_fn": loss_fn, "parallel_output": False}, {"terapipe": section(verify="off", slices=2)}
+    for _, text in rank_pool(2).run(raised_by, act=functools.partial(train, "tp2", whole, unchecked)):
+        assert told in text
+    if loss_fn is within_a_function:
+        for _, text in rank_pool(2).run(raised_by, act=functools.partial(evaluate_whole_logits, loss_fn)):
+            assert told in text
 
 
 SMOOTHED = {"loss_fn": LinearCrossEntropy(label_smoothing=0.1)}

@@ -30,8 +30,7 @@ from terapipe_ds.attention.backends.base import (
     sum_groups,
     unfold_groups,
 )
-
-TensorPair = tuple[Tensor, Tensor]
+from terapipe_ds.attention.buffers import TensorPair
 
 
 class Block(NamedTuple):

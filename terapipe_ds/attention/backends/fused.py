@@ -138,19 +138,17 @@ class Cudnn(BlockKernel):
         return cuda_capability() >= (9, 0) and hasattr(_aten, "_scaled_dot_product_cudnn_attention")
 
     def refusal(self, q: Tensor, need: Need) -> str | None:
-        for is_asked, reason in (
-            (need.window, "it knows no window"),
-            (need.softcap, NO_SOFTCAP),
-            (need.dropout, NO_DROPOUT),
-            (need.documents, "it builds a plan for each length of a document, which takes longer than the document"),
-        ):
-            if is_asked:
-                return reason
-        if (problem := cuda_refusal(q, need)) is not None:
-            return problem
-        if torch.are_deterministic_algorithms_enabled():
-            return "torch.use_deterministic_algorithms is on, and its backward is not deterministic"
-        return wrong_kernel(self, q, need)
+        reasons = {
+            "it knows no window": need.window,
+            NO_SOFTCAP: need.softcap,
+            NO_DROPOUT: need.dropout,
+            "it builds a plan for each length of a document, which takes longer than the document": need.documents,
+            "torch.use_deterministic_algorithms is on, and its backward is not deterministic": (
+                torch.are_deterministic_algorithms_enabled()
+            ),
+        }
+        reason = next((reason for reason, applies in reasons.items() if applies), None)
+        return reason or cuda_refusal(q, need) or wrong_kernel(self, q, need)
 
     def forward(self, queries: Queries) -> Attended:
         """Attend in two calls, to the prefix and to the slice's own tokens."""
@@ -174,7 +172,6 @@ class Cudnn(BlockKernel):
 
     def run(self, block: Block) -> Attended:
         """Call the kernel's forward; its log-sum-exp is [B, H, T, 1]."""
-        # the call returns the log-sum-exp, by which this call is merged with the other
         q, k, v, is_causal, scale, *_ = block
         out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, is_causal, False, scale=scale

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 
 from terapipe_ds.attention import active_slice, allow_attention_within_slice
 from terapipe_ds.losses import Head, hand_on, hands_on_hidden, head_of
+from terapipe_ds.losses.head import change_of
 from terapipe_ds.models.hugging_face.forward.outline import Outline, Run
 from terapipe_ds.models.hugging_face.forward.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
@@ -242,8 +243,10 @@ class OutputMatrix(Piece):
     def output_head(self) -> Head | str:
         """Return the output matrix and the code after it for a loss that keeps no logits, or why it needs logits."""
         held = self.held[0]
-        divided = isinstance(held, ColumnLinear) and Head(held.weight, held.bias, ranks=self.blueprint.ranks)
-        return _with_scale_and_cap(divided or head_of(held), self)
+        if not isinstance(held, ColumnLinear):
+            return _with_scale_and_cap(head_of(held), self)
+        head = Head(held.weight, held.bias, ranks=self.blueprint.ranks)
+        return _with_scale_and_cap(change_of(held, "the output matrix") or head, self)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if hands_on_hidden():

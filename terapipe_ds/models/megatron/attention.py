@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -89,11 +92,7 @@ class SlicedCoreAttention(MegatronModule):
 
 
 def _sinks(config: TransformerConfig, rank: int, ranks: int) -> nn.Parameter:
-    """Return the logits of the sinks of this rank's heads, drawn as `DotProductAttention` draws them.
-
-    The method draws the numbers of all heads and cuts them, so that they do not depend on the number of tensor-parallel
-    ranks.
-    """
+    """Return the logits of the sinks of this rank's heads, of all that `DotProductAttention` draws on one rank."""
     device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
     of_all_heads = torch.empty(config.num_attention_heads, dtype=config.params_dtype, device=device)
     if config.perform_initialization:
@@ -131,7 +130,7 @@ def _with_sliced_attention(spec: ModuleSpec, config: TransformerConfig) -> Modul
     """Return a copy of a `TransformerLayer`'s spec whose core attention is ours and whose norms this machine has."""
     wanted = MLASelfAttention if config.multi_latent_attention else SelfAttention
     if (problem := _problem_of_spec(spec, wanted)) is not None:
-        fix = f"give the spec of a TransformerLayer with {wanted.__name__} and no cross attention"
+        fix = f"give the spec of a TransformerLayer with {wanted.__name__}, causal, and no cross attention"
         call = f"get_gpt_layer_local_spec({'multi_latent_attention=True' if wanted is MLASelfAttention else ''})"
         raise MegatronConfigError(f"transformer_layer_spec {problem}: {fix}, such as {call}")
     # the caller may build another model of the same spec
@@ -153,6 +152,13 @@ def _problem_of_spec(spec: ModuleSpec, wanted: type) -> str | None:
         return f"has the self_attention {_name(kind)}"
     if getattr(spec.submodules, "cross_attention", IdentityOp) is not IdentityOp:
         return "has cross_attention"
+    # ours computes what these do, without settings of their own
+    core = getattr(attention.submodules, "core_attention", None)
+    core = core.module if isinstance(core, ModuleSpec) and not core.params else core
+    if core not in (None, DotProductAttention, SlicedCoreAttention, transformer_engine.TEDotProductAttention):
+        return f"has the core_attention {_name(core)}"
+    if (mask := attention.params.get("attn_mask_type")) in (AttnMaskType.no_mask, AttnMaskType.arbitrary):
+        return f"has attn_mask_type={mask}, which is not causal"
     return None
 
 

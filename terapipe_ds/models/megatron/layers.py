@@ -35,9 +35,11 @@ from torch import Tensor, nn
 from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.losses import Head, hand_on, hands_on_hidden
 from terapipe_ds.losses.deferred import require_known
+from terapipe_ds.losses.head import change_of
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
-from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
+from terapipe_ds.models.megatron.linears import SplitBackwards, computes_as_megatron, split_backwards
+from terapipe_ds.models.megatron.loss import VocabParallelLoss
 from terapipe_ds.models.positions import check_learned_positions, document_places, first_position, longest_run, places
 from terapipe_ds.models.rank_gradients import SummedGradient
 from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
@@ -48,9 +50,10 @@ ROTARY = ("rotary_percent", "rotary_base", "rope_scaling", "rope_scaling_factor"
 
 @dataclass
 class Blueprint:
-    """Hold the settings that all layers of one model are built from. `groups` is set once DeepSpeed has made them.
+    """Hold the settings of all layers of one model, named as the arguments of megatron-core's `GPTModel`.
 
-    Fields other than `config` have the names of the arguments of megatron-core's `GPTModel`.
+    `groups` is set once DeepSpeed has made them. `gradient_norms` are those of whole logits, of each slice, until the
+    ranks have compared them.
     """
 
     config: TransformerConfig
@@ -66,7 +69,8 @@ class Blueprint:
     seq_len_interpolation_factor: float | None = None
     seed: int = 1234
     transformer_layer_spec: ModuleSpec | list[ModuleSpec] | None = None
-    groups: ProcessGroupCollection = field(default=None, repr=False)
+    groups: ProcessGroupCollection = field(default=None, init=False, repr=False)
+    gradient_norms: list[Tensor] | None = field(default_factory=list, init=False, repr=False)
 
     @functools.cached_property
     def rotary(self) -> RotaryEmbedding | None:
@@ -103,12 +107,24 @@ class Blueprint:
             **options,
         )
 
+    def logits(self, hidden: Tensor, projection: ColumnParallelLinear, **options: Any) -> Tensor:
+        """Return logits [B, T, V / tp] (all of V with `parallel_output=False`), or `hidden` if the loss takes it."""
+        if hands_on_hidden():
+            return hand_on(hidden).transpose(0, 1)
+        logits: Tensor = projection(hidden, **options)[0].transpose(0, 1)
+        VocabParallelLoss.groups[logits.shape[-1]] = self.groups.tp if self.parallel_output else None
+        norms = None if self.parallel_output or self.groups.tp.size() == 1 else self.gradient_norms
+        if norms is not None and logits.requires_grad:
+            logits.register_hook(lambda gradient: norms.append(gradient.float().norm()))
+        return logits
+
     def head_of(self, projection: ColumnParallelLinear, weight: Tensor) -> Head | str:
         """Return an output projection as a loss takes it in place of logits, or why it cannot."""
-        if type(projection) is not ColumnParallelLinear or projection._forward_hooks or projection._forward_pre_hooks:
-            return "the output projection has hooks, or is not megatron-core's own ColumnParallelLinear"
-        group, shares_tokens = self.groups.tp, self.config.sequence_parallel
-        return Head(weight, ranks=VocabularyRanks(group, shares_tokens) if group.size() > 1 else None)
+        if type(projection) is not ColumnParallelLinear or not computes_as_megatron(projection):
+            return "the output projection is not megatron-core's own ColumnParallelLinear"
+        group = self.groups.tp
+        ranks = VocabularyRanks(group, self.config.sequence_parallel) if group.size() > 1 else None
+        return change_of(projection, "the output projection") or Head(weight, ranks=ranks)
 
     @contextlib.contextmanager
     def drawn(self, layer_index: int) -> Iterator[None]:
@@ -279,7 +295,7 @@ class MegatronHead(nn.Module):
         return self._blueprint.head_of(self.output_layer, self.output_layer.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return (hand_on(hidden) if hands_on_hidden() else self.output_layer(hidden)[0]).transpose(0, 1)
+        return self._blueprint.logits(hidden, self.output_layer)
 
 
 @dataclass
@@ -289,9 +305,7 @@ class TiedLogits:
     blueprint: Blueprint
 
     def __call__(self, embedding: MegatronEmbedding, hidden: Tensor) -> Tensor:
-        if hands_on_hidden():
-            return hand_on(hidden).transpose(0, 1)
-        return self.blueprint.tied_projection(hidden, weight=embedding.word_embeddings.weight)[0].transpose(0, 1)
+        return self.blueprint.logits(hidden, self.blueprint.tied_projection, weight=embedding.word_embeddings.weight)
 
     def output_head(self, embedding: MegatronEmbedding) -> Head | str:
         return self.blueprint.head_of(self.blueprint.tied_projection, embedding.word_embeddings.weight)

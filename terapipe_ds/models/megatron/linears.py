@@ -50,13 +50,14 @@ class SplitBackwards(Protocol):
 def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
     """Let linear layers in `module`, itself included, leave weight gradients to W, except layers with own products."""
     for layer in module.modules():
-        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and _computes_as_megatron(layer):
+        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and computes_as_megatron(layer):
             layer._forward_impl = functools.partial(_split_forward, layer, gradients)  # copies of the layer copy this
         elif transformer_engine.HAVE_TE and _computes_as_engine(layer):
             layer.forward = functools.partial(_engine_forward, layer, gradients)
 
 
-def _computes_as_megatron(layer: Any) -> bool:
+def computes_as_megatron(layer: Any) -> bool:
+    """Return whether the product of a layer is that of its class in megatron-core, or this module's."""
     replaced = vars(layer).get("_forward_impl")
     plain = (ColumnParallelLinear._forward_impl, RowParallelLinear._forward_impl)
     is_usual = replaced is None or getattr(replaced, "func", None) is _split_forward  # of an earlier engine
@@ -138,10 +139,6 @@ class _Ranks(NamedTuple):
         torch_dist.all_gather_into_tensor(whole, inputs.contiguous(), group=self.group)
         return whole
 
-    def gather_rows(self, inputs: Tensor) -> Tensor:
-        """Return the inputs of all tokens as [T * B, in]."""
-        return _rows(self.gather(inputs))
-
     def begin_sum(self, gradient: Tensor) -> tuple[Tensor, Any]:
         """Return the gradient of this rank's inputs, and the work to wait for before it is complete."""
         if self.shares_tokens:
@@ -174,7 +171,7 @@ class _SplitLinear(torch.autograd.Function):
         inputs_grad, work = ranks.begin_sum(whole)
         bias_grad = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         if ranks.shares_tokens:
-            ctx.take(rows, inputs, ranks.gather_rows)
+            ctx.take(rows, inputs, lambda own: _rows(ranks.gather(own)))
         else:
             ctx.take(rows, _rows(inputs))
         if work is not None:

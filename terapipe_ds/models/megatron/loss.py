@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as torch_dist
@@ -13,8 +12,13 @@ from torch import Tensor
 from terapipe_ds.losses import LinearCrossEntropy
 from terapipe_ds.losses.deferred import require_known
 from terapipe_ds.losses.linear_cross_entropy import Labels, targets_and_mask
+from terapipe_ds.models.megatron.refusals import MegatronConfigError
 
 IGNORE_INDEX = -100
+WHOLE_LOGITS = (
+    'VocabParallelLoss("megatron") takes logits whose vocabulary is split over the ranks, and with '
+    'parallel_output=False each rank has all of it: use VocabParallelLoss("exact"), or leave parallel_output on'
+)
 _OF_HIDDEN = LinearCrossEntropy(ignore_index=IGNORE_INDEX)
 
 
@@ -52,22 +56,17 @@ class VocabParallelLoss:
 
     Args:
         cross_entropy: "exact": computed in the dtype of fp64 logits, in fp32 otherwise. "megatron": megatron-core's
-            own, always in fp32. It takes the ranks' logits for shares of the vocabulary: within a function of your own
-            leave `parallel_output` of the model on.
+            own, always in fp32. It takes the ranks' logits for shares of the vocabulary, and refuses whole ones.
     """
 
+    # by a rank's logits of a token, as the last layers that ran have them; None: those are of the whole vocabulary
+    groups: ClassVar[dict[int, Any]] = {}
     of_hidden, slice_weight = staticmethod(_OF_HIDDEN.of_hidden), staticmethod(_OF_HIDDEN.slice_weight)
 
     def __init__(self, cross_entropy: str = "exact") -> None:
         if cross_entropy not in ("exact", "megatron"):
             raise ValueError(f'cross_entropy={cross_entropy!r}: give "exact" or "megatron"')
         self.cross_entropy = cross_entropy
-        theirs = parallel_state.get_tensor_model_parallel_group  # megatron-core's looks its group up by itself
-        self._group: Callable[[], Any] = lambda: theirs(False) if cross_entropy == "megatron" else None
-
-    def use_group(self, group: Callable[[], Any]) -> None:
-        """Take a function that returns the group whose ranks divide the vocabulary, or None; the module calls this."""
-        self._group = group
 
     @property
     def needs_logits(self) -> str:
@@ -78,9 +77,13 @@ class VocabParallelLoss:
 
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
         """Return the loss of logits [B, T, V / tp]. Raises ValueError for labels outside of the vocabulary."""
-        (targets, mask), group = targets_and_mask(labels, IGNORE_INDEX), self._group()
+        targets, mask = targets_and_mask(labels, IGNORE_INDEX)
+        theirs = parallel_state.get_tensor_model_parallel_group(False)  # megatron-core's looks its group up by itself
+        group = self.groups.get(logits.shape[-1], theirs if self.cross_entropy == "megatron" else None)
         require_known(targets, logits.shape[-1] * (1 if group is None else group.size()))
         if self.cross_entropy == "megatron":
+            if group is None and theirs is not None and theirs.size() > 1:
+                raise MegatronConfigError(WHOLE_LOGITS)
             # megatron-core has tokens first; it works in place, and somebody may have asked for the logits
             first = logits.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             losses = tensor_parallel.vocab_parallel_cross_entropy(first, targets.t().contiguous()).t()

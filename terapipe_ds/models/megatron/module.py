@@ -20,7 +20,7 @@ from terapipe_ds.messages import nearest
 from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_cuda, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.layers import ROTARY, Blueprint, gpt_layers, seed_dropout
-from terapipe_ds.models.megatron.loss import VocabParallelLoss
+from terapipe_ds.models.megatron.loss import WHOLE_LOGITS, VocabParallelLoss
 from terapipe_ds.models.megatron.refusals import HALF_RESIDUAL, MegatronConfigError, check_config
 from terapipe_ds.models.megatron.weights import is_partial, mark_split_parameters, universal_checkpoint_info
 from terapipe_ds.models.rank_gradients import TensorParallelModule
@@ -29,6 +29,15 @@ _ADVICE = (
     "Where a rank's gradient counts only its own tokens or heads, set parameter.sequence_parallel = True, so that it "
     "is summed; otherwise the ranks were given different samples or different random numbers for dropout "
     "(terapipe_ds.models.megatron.layers.seed_dropout)"
+)
+_SHARE = (
+    "losses of the same batch ({}): each rank has the logits of its share of the vocabulary. Use VocabParallelLoss() "
+    "or LinearCrossEntropy(), or build MegatronGPT with parallel_output=False, so that loss_fn gets all logits"
+)
+_WHOLE = (
+    "gradients of the same logits (norms {}): with parallel_output=False each rank has all logits, and this loss takes "
+    "them for a share, as megatron-core's vocab_parallel_cross_entropy does. Leave parallel_output on, or use "
+    "VocabParallelLoss() or a loss of all logits"
 )
 _LARGEST_DIFFERENCE = 1e-3  # of the losses of ranks, relative
 _BLOCK = 128  # tokens that share a scaling factor in fp8, or a multiple of them
@@ -71,7 +80,7 @@ class MegatronGPT(TensorParallelModule):
     ) -> None:
         # on every rank alike, before anything is built
         check_config(config)
-        names = [each.name for each in dataclasses.fields(Blueprint)]
+        names = [each.name for each in dataclasses.fields(Blueprint) if each.init]
         for name in options.keys() - names:
             raise TypeError(f"MegatronGPT has no argument {name}{nearest(name, names)}")
         blueprint = Blueprint(config, vocab_size, max_sequence_length, **options)
@@ -82,9 +91,10 @@ class MegatronGPT(TensorParallelModule):
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self.autotp_size = config.tensor_model_parallel_size
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
-        if isinstance(loss_fn, VocabParallelLoss):
-            _take_logits(loss_fn, blueprint)
-        elif isinstance(loss_fn, LinearCrossEntropy):
+        is_whole = not blueprint.parallel_output and self.autotp_size > 1
+        if is_whole and isinstance(loss_fn, VocabParallelLoss) and loss_fn.cross_entropy == "megatron":
+            raise MegatronConfigError(WHOLE_LOGITS)
+        if isinstance(loss_fn, LinearCrossEntropy):
             blueprint.parallel_output = False  # it takes logits of the whole vocabulary, where somebody asks for logits
         super().__init__(
             layers=gpt_layers(blueprint),
@@ -126,10 +136,7 @@ class MegatronGPT(TensorParallelModule):
 
     @property
     def slice_length_multiple(self) -> int:
-        """Return the divisor of every slice length: sequence parallelism splits a slice's tokens over ranks.
-
-        In fp8 each rank's tokens are whole blocks.
-        """
+        """Return the divisor of slice lengths: ranks share tokens in sequence parallelism, fp8 has blocks of them."""
         config = self.blueprint.config
         return (self.blueprint.groups.tp.size() if config.sequence_parallel else 1) * (_BLOCK if config.fp8 else 1)
 
@@ -160,33 +167,22 @@ class MegatronGPT(TensorParallelModule):
         group, config = self.blueprint.groups.tp, self.blueprint.config
         if group.size() > 1:
             if not self.are_compared and torch.is_tensor(engine.total_loss):
-                _require_equal_losses(engine.total_loss, group)
+                _require_equal_losses(engine.total_loss, self.blueprint.gradient_norms or [], group)
             names = {name for name, parameter in self.named_parameters() if is_partial(name, parameter, config)}
             self.complete_gradients(names, engine.optimizer, group, _ADVICE)
+            self.blueprint.gradient_norms = None if self.are_compared else []
 
 
-def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
-    """Tell the loss whether its logits are shares of the vocabulary or all of it."""
-    loss_fn.use_group(lambda: blueprint.groups.tp if blueprint.parallel_output else None)
-    is_split = blueprint.parallel_output or blueprint.config.tensor_model_parallel_size == 1
-    if loss_fn.cross_entropy == "megatron" and not is_split:
-        raise MegatronConfigError(
-            'VocabParallelLoss("megatron") takes logits whose vocabulary is split over the ranks, and with '
-            'parallel_output=False each rank has all of it: use VocabParallelLoss("exact"), or leave parallel_output on'
-        )
-
-
-def _require_equal_losses(loss: Tensor, group: Any) -> None:
-    """Raise MegatronConfigError on all ranks of `group` if these have different losses of one batch."""
-    losses = [torch.empty_like(loss) for _ in range(group.size())]
-    torch_dist.all_gather(losses, loss, group=group)
-    values = [float(each) for each in losses]
-    if max(values) - min(values) > _LARGEST_DIFFERENCE * max(map(abs, values)):
-        raise MegatronConfigError(
-            f"loss_fn gave the tensor-parallel ranks different losses of the same batch ({values}): each rank has the "
-            "logits of its share of the vocabulary. Use VocabParallelLoss() or LinearCrossEntropy(), "
-            "or build MegatronGPT with parallel_output=False, so that loss_fn gets all logits"
-        )
+def _require_equal_losses(loss: Tensor, norms: list[Tensor], group: Any) -> None:
+    """Raise MegatronConfigError on all ranks if their losses of a batch, or `norms` of logits' gradients, differ."""
+    here = torch.stack([loss.detach().float().view(()), *norms])
+    everyone = [torch.empty_like(here) for _ in range(group.size())]
+    torch_dist.all_gather(everyone, here, group=group)
+    values = torch.stack(everyone).t().tolist()
+    for index, each in enumerate(values):
+        if max(each) - min(each) > _LARGEST_DIFFERENCE * max(map(abs, each)):
+            problem = (_WHOLE if index else _SHARE).format(each)
+            raise MegatronConfigError(f"loss_fn gave the tensor-parallel ranks different {problem}")
 
 
 def _topology(config: TransformerConfig) -> ProcessTopology:

@@ -137,8 +137,7 @@ def _problems_of_fp8(config: TransformerConfig) -> Iterator[str]:
     """Yield what changes numbers in fp8 if a sequence comes in slices.
 
     A factor of "mxfp8" or "blockwise" belongs to 32 or 128 numbers of a token, or of one feature over as many tokens in
-    a row. So slices of a multiple of 128 tokens have the blocks of the whole sequence, with the same numbers in fp8.
-    Only the order changes in which the products of slices add to a weight gradient.
+    a row. So slices of a multiple of 128 tokens have the blocks of the whole sequence.
     """
     named = f"fp8={config.fp8!r}"
     if not uses_transformer_engine(config):

@@ -35,8 +35,8 @@ _ONE_STAGE = constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS
 
 # a checkpoint must agree on these with the model that loads it: the engine compares them
 _SIZES_KEY = "terapipe_model_sizes"
-_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-_SIZES_OF_KIND = ("gated_linear_unit", "normalization", "num_moe_experts")
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+          "gated_linear_unit", "normalization", "num_moe_experts")  # fmt: skip
 # left out if a model has none, so that checkpoints of models without them are read as before
 _SIZES_OF_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _MORE_SIZES = ("vocab_size", "position_embedding_type", "share_embeddings_and_output_weights")
@@ -77,7 +77,7 @@ def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: Pip
     # a rank knows its own stage; the description covers the whole model
     here = {name: _kinds(name, p, blueprint.config) for name, p in module.named_parameters() if p.requires_grad}
     kinds_of = of_all_stages(here, grid)
-    sizes = {name: getattr(blueprint.config, name) for name in (*_SIZES, *_SIZES_OF_KIND)}
+    sizes = {name: getattr(blueprint.config, name) for name in _SIZES}
     if blueprint.config.multi_latent_attention:
         sizes |= {name: getattr(blueprint.config, name) for name in _SIZES_OF_ATTENTION}
     if blueprint.config.softmax_type != "vanilla":

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.carry.states import CarriedEntry
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
-from terapipe_ds.losses.head import ONLY_LOOKS
 from terapipe_ds.runtime.agreement import RaisedEverywhere, exchange, largest
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layout.layer_names import module_of
@@ -161,8 +160,6 @@ class FiniteCheck:
             if is_last:
                 look_at_gradients(results, "that comes to its output")
 
-        for hook in (before, after):
-            setattr(hook, ONLY_LOOKS, True)
         return before, after
 
     def _hook(self, layer: str, what: str) -> Callable[[Tensor], None]:

@@ -249,7 +249,9 @@ def _code_of(function: Any) -> Any:
     """
     while isinstance(function, partial):
         function = function.func
-    if str(getattr(function, "__module__", "")).split(".")[0] in ("deepspeed", "terapipe_ds"):
+    # functools.wraps copies the name of a module, and leaves the globals alone
+    scope = getattr(function, "__globals__", {"__name__": getattr(function, "__module__", "")})
+    if str(scope["__name__"]).split(".")[0] in ("deepspeed", "terapipe_ds"):
         return None
     return getattr(getattr(function, "__func__", function), "__code__", type(function))
 

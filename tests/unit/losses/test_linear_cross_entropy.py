@@ -1,5 +1,6 @@
 """Test the loss that keeps no logits against torch's own linear layer and cross entropy."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, find_head, tied_logits
 from terapipe_ds.losses.deferred import Tokens, deferred_cross_entropy, require_known
+from terapipe_ds.losses.head import TiedLogits
+from terapipe_ds.models.gpt import GPTConfig, LMHead
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
@@ -255,6 +258,23 @@ class TestHeads:
         assert "is a Bilinear" in str(find_head(nn.Bilinear(2, 2, 2)))
         lowered = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, VOCABULARY))
         assert "not torch's own nn.Linear" in str(find_head(lowered))
+
+    def test_a_class_that_adds_to_the_forward_of_the_one_with_output_head_needs_logits(self) -> None:
+        head = LMHead(GPTConfig(hidden_size=HIDDEN, vocab_size=VOCABULARY))
+        assert callable(find_head(head))
+        capped = type("Capped", (LMHead,), {"forward": lambda self, hidden: LMHead.forward(self, hidden).tanh()})
+        assert "has a forward() of its own" in str(find_head(capped(GPTConfig())))
+        same = type("Same", (LMHead,), {"output_head": lambda self: Head(self.out.weight)})
+        assert callable(find_head(same(GPTConfig())))
+        tied = type(
+            "Capped", (TiedLogits,), {"__call__": lambda self, *inputs: TiedLogits.__call__(self, *inputs).tanh()}
+        )
+        wrapped = LMHead(GPTConfig())
+        wrapped.forward = functools.wraps(wrapped.forward)(lambda hidden: hidden)  # type: ignore[method-assign]
+        assert "the forward of the last layer was replaced" in str(find_head(wrapped))
+        embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        assert "has a __call__() of its own" in str(find_head(functools.partial(tied(), embedding)))
+        assert callable(find_head(functools.partial(tied_logits, embedding)))
 
     def test_tied_logits(self) -> None:
         embedding, hidden = nn.Embedding(VOCABULARY, HIDDEN), torch.randn(1, 4, HIDDEN)

@@ -1,7 +1,9 @@
 """The small parts of the Megatron layers: norms, gradients, names, specs, marks; each without process groups."""
 
+import functools
 import re
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,16 +200,27 @@ def test_layouts_that_megatron_cannot_have(dims: dict[str, int], changes: dict[s
     assert told is None if problem is None else problem in str(told)
 
 
-def test_an_output_projection_with_hooks_keeps_its_logits() -> None:
-    """A loss by the weight alone would pass by what a hook does to them."""
+def test_an_output_projection_that_a_program_changes_keeps_its_logits() -> None:
+    """A loss by the weight alone would pass by what a hook or another product does to them."""
     blueprint = Blueprint(config(), vocab_size=8, max_sequence_length=4)
     blueprint.groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))  # type: ignore[assignment]
-    projection, weight = object.__new__(ColumnParallelLinear), torch.zeros(8, 16)
-    nn.Module.__init__(projection)
-    assert vars(blueprint.head_of(projection, weight)) == vars(Head(weight))  # Python 3.13 compares equal tensors
-    projection.register_forward_hook(lambda *_: None)
-    for other in (projection, nn.Linear(16, 8)):
-        assert "has hooks, or is not megatron-core's own" in blueprint.head_of(other, weight)  # type: ignore
+    weight = torch.zeros(8, 16)
+
+    def described(change: Callable[[Any], Any]) -> Any:
+        projection = object.__new__(ColumnParallelLinear)
+        nn.Module.__init__(projection)
+        change(projection)
+        return blueprint.head_of(projection, weight)
+
+    assert vars(described(lambda _: None)) == vars(Head(weight))  # Python 3.13 compares equal tensors
+    assert "has hooks" in described(lambda projection: projection.register_forward_hook(print))
+    assert "has hooks" in described(lambda projection: projection.register_full_backward_hook(print))
+    assert "the forward of the output projection was replaced" in described(
+        lambda each: setattr(each, "forward", print)
+    )
+    others = described(lambda projection: setattr(projection, "_forward_impl", print)), nn.Linear(16, 8)
+    assert "is not megatron-core's own" in others[0]
+    assert "is not megatron-core's own" in blueprint.head_of(others[1], weight)  # type: ignore
 
 
 # -- specs ---------------------------------------------------------------------------------------------------
@@ -226,7 +239,18 @@ def changed(**submodules: Any) -> ModuleSpec:
     return spec
 
 
+def attending(core: Any = DotProductAttention, **params: Any) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core
+    spec.submodules.self_attention.params |= params
+    return spec
+
+
 @pytest.mark.parametrize(("spec", "what"), [
+    (attending(type("Biased", (DotProductAttention,), {})), "has the core_attention Biased"),
+    (attending(functools.partial(DotProductAttention, softmax_scale=1.0)), "has the core_attention functools.partial"),
+    (attending(ModuleSpec(DotProductAttention, params={"softmax_scale": 1.0})), "has the core_attention ModuleSpec"),
+    (attending(attn_mask_type=AttnMaskType.no_mask), "has attn_mask_type=AttnMaskType.no_mask, which is not causal"),
     (ModuleSpec(module=IdentityOp), "is of IdentityOp"),
     (changed(self_attention=IdentityOp), "has the self_attention IdentityOp"),
     (get_gpt_layer_local_spec(multi_latent_attention=True), "has the self_attention MLASelfAttention"),
@@ -235,6 +259,12 @@ def changed(**submodules: Any) -> ModuleSpec:
 def test_specs_whose_attention_cannot_be_replaced_are_refused(spec: ModuleSpec, what: str) -> None:
     with pytest.raises(MegatronConfigError, match=f"transformer_layer_spec {what}"):
         layer_specs(config(), spec)
+
+
+def test_megatrons_own_core_attention_is_replaced_however_the_spec_names_it() -> None:
+    for core in (None, ModuleSpec(DotProductAttention), SlicedCoreAttention):
+        [built] = layer_specs(config(num_layers=1), attending(core))
+        assert built.submodules.self_attention.submodules.core_attention is SlicedCoreAttention
 
 
 def test_given_specs_get_our_attention_too_and_there_is_one_for_each_layer() -> None:

@@ -1,6 +1,6 @@
 """Layers that cannot be trained in slices, found where the model is built."""
 
-from functools import partial
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.runtime.layers.compiled import compile_layer
-from terapipe_ds.runtime.layers.sliceable import ModelChanges, check_compile_call, problem_of_layers
+from terapipe_ds.runtime.layers.sliceable import ModelChanges, check_compile_call, kind_of_loss, problem_of_layers
 from terapipe_ds.runtime.layout.sequence_axis import slice_length_multiple, with_multiple
 
 
@@ -151,7 +152,7 @@ class Ignoring:
 @pytest.mark.parametrize("ignored", [[0, -100], {0, -100}, None])
 def test_settings_of_a_loss_may_be_of_any_kind(ignored: Any, keywords: dict[str, int]) -> None:
     module, loss = nn.Sequential(nn.Linear(4, 4)), Ignoring(ignored)
-    module.loss_fn = partial(loss, **keywords)  # type: ignore[assignment]
+    module.loss_fn = functools.partial(loss, **keywords)  # type: ignore[assignment]
     changes = ModelChanges(module)
     seen = []
     for other in (ignored, ignored, [0]):
@@ -221,3 +222,9 @@ def test_hooks_that_nothing_compares_are_named(verify: Any, caplog: pytest.LogCa
     layer.bias.register_hook(lambda gradient: gradient)
     assert problem_of_layers(layer, config, has_moe_layers=False) is None
     assert [("the gradients of bias" in told) for told in caplog.messages] == [True] * (verify == "off")
+
+
+def test_a_loss_that_wraps_one_of_the_package_counts_as_another() -> None:
+    """`functools.wraps` gives it the name of the package's module."""
+    doubled = functools.wraps(gpt_loss)(lambda logits, labels: 2 * gpt_loss(logits, labels))
+    assert kind_of_loss(doubled) != kind_of_loss(gpt_loss) == kind_of_loss(functools.partial(gpt_loss))

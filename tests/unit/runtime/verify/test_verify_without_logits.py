@@ -157,6 +157,8 @@ def test_a_loss_without_logits_that_differs_is_found(
 class Attends(Capped):
     """A block with plain causal attention before the head."""
 
+    output_head = Capped.output_head
+
     def forward(self, hidden: Tensor) -> Tensor:
         heads = hidden.unflatten(-1, (2, -1)).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)

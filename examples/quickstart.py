@@ -36,6 +36,8 @@ def batches(length: int):
 
 
 def main() -> None:
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("one process per stage is missing: deepspeed --num_gpus 2 examples/quickstart.py")
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     terapipe_ds.register()  # first, or DeepSpeed compiles an operator on CPUs, for minutes

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from importlib.util import find_spec
 
 import deepspeed
 import torch
+from command_line import end_with
 from deepspeed.accelerator import get_accelerator
 
 
@@ -17,6 +20,8 @@ def prepare_rank(pin: bool = True) -> None:
     Args:
         pin: bind a CPU rank to cores of its own, one per thread, if the machine has enough for all local ranks.
     """
+    if "LOCAL_RANK" not in os.environ and find_spec("mpi4py") is None:  # which DeepSpeed would ask for the ranks
+        end_with(f"no launcher started this process: deepspeed --num_gpus 2 {' '.join(sys.argv)}")
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if get_accelerator().device_name() != "cpu":
         return

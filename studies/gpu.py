@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
@@ -82,6 +83,8 @@ def layer_rows(full: bool) -> Iterator[dict[str, Any]]:
 
 def measured_layer(sizes: tuple[int, int, int, int, int, bool], length: int, device: str) -> Any:
     """Return the profile of a layer with sizes as in `LAYERS`, on sequences of `length` tokens in bf16."""
+    if (own := get_accelerator().device_name()) != device:  # DeepSpeed says where layers are measured
+        raise RuntimeError(f"DeepSpeed measures on {own}, and {device} was asked for: unset DS_ACCELERATOR")
     names = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "gated_mlp")
     named = dict(zip(names, sizes, strict=True))
     config = GPTConfig(num_layers=1, max_sequence_length=length, dtype="bfloat16", **named)

@@ -20,7 +20,6 @@ from terapipe_ds.version import __version__
 
 COMMANDS = ("profile", "plan", "strategy", "simulate", "show", "timeline", "bench", "verify", "doctor", "convert")
 
-
 _REMEDIES: dict[type[OSError], str] = {
     FileNotFoundError: "give a path that exists",
     PermissionError: "give a path that you may use",

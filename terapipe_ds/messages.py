@@ -119,10 +119,7 @@ def check_count(name: str, value: Any, error: type[ValueError] = ValueError) -> 
 def look_up(name: str, known: Mapping[str, T], what: str, listed: Iterable[str], error: type[ValueError]) -> T:
     """Return the entry called `name`, in any case of its letters, or raise `error` with the nearest name.
 
-    Args:
-        known: entries by their names in small letters.
-        what: the kind of thing, as "device".
-        listed: the names that the error lists.
+    `known` has entries by their names in small letters, `what` is the kind of thing, and the error lists `listed`.
     """
     wanted = name.lower() if isinstance(name, str) else ""
     if wanted in known:

@@ -71,7 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     register(verify_only=verify_only)
     sys.argv = [script, *script_arguments]
-    sys.path[0] = str(Path(script).resolve().parent)  # as `python script.py` has it
+    if not sys.flags.safe_path:  # else there is no folder of the script in front
+        sys.path[0] = str(Path(script).resolve().parent)  # as `python script.py` has it
     try:
         runpy.run_path(script, run_name="__main__")
     except (TeraPipeConfigError, BatchError, PlannerError, ProfileError) as error:  # every rank raises them

@@ -133,6 +133,13 @@ class Job:
     def device_of(self, rank: int) -> str:
         return self.device if self.device == "cpu" else f"{self.device}:{0 if self.share_device else rank}"
 
+    @property
+    def shortest(self) -> int:
+        """Return the tokens of the shortest slice of plans, and of slices that a case names: they have predictions."""
+        named = [case.slices for case in self.cases if isinstance(case.slices, int | tuple)]
+        tokens = [self.work.sequence_length // each if isinstance(each, int) else min(each) for each in named]
+        return min([self.granularity, *filter(None, tokens)])
+
     def problem(self, index: int, accumulation: int) -> str | None:
         """Return why a case does not run at an accumulation, or None."""
         case = self.cases[index]

@@ -180,12 +180,14 @@ class MeasuredRun:
         kinds = {"planned": self.case.planned, "replayed": self.job.replayed}
         return {"system": self.case.system, "schedule": name, "label": label, **sizes, **kinds}
 
-    def disagreement(self, reference: MeasuredRun | None) -> str | None:
-        """Return a sentence if the system did not learn the same as the reference, or None."""
+    def disagreement(self, reference: MeasuredRun) -> str | None:
+        """Return a sentence if the system did not learn, or not the same as the reference; None if it did."""
         dtype = _dtype_of_products(self.job)
         tolerance = _TOLERANCE.get(DTYPE_NAMES.get(dtype, dtype), _TOLERANCE["float16"])  # such as "half"
-        for step, (own, other) in enumerate(zip(self.losses, (reference or self).losses, strict=True), start=1):
-            if reference is not None and not math.isclose(own, other, rel_tol=tolerance):  # NaN is close to nothing
+        for step, (own, other) in enumerate(zip(self.losses, reference.losses, strict=True), start=1):
+            if not math.isfinite(own):
+                return f"its loss in step {step} is {own}: give a config and a model whose losses are finite"
+            if not math.isclose(own, other, rel_tol=tolerance):
                 label = reference.case.label
                 return f"its loss in step {step} is {own:.6f}, that of {label} {other:.6f}: they must agree"
         return None
@@ -252,9 +254,8 @@ def _rows(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
     stock = next((run for run in going if run.is_stock), None)
     whole = [run.timelines for run in going if run.is_unsliced]
     unsliced = unsliced_s(whole, runs[0].accumulation) if whole else None
-    reference = (stock or going[0]) if going else None
     rows = []
     for run in runs:
-        problem = run.error or run.disagreement(reference)
+        problem = run.error or run.disagreement(stock or going[0])
         rows.append({**run.identity(), **({"error": problem} if problem else run.figures(stock, unsliced))})
     return rows

@@ -253,7 +253,7 @@ class PlannedCases:
         # recompute, links and the like cost time in the steps, so they cost it here
         given = {k: v for k, v in (job.ds_config or {}).get("terapipe", {}).items() if k not in left_out}
         section = {**given, "enabled": True, "schedule": case.schedule, "chunks_per_stage": case.chunks_per_stage}
-        section |= {"slices": "auto", "granularity_tokens": job.granularity, "planner": {"cache_dir": str(folder)}}
+        section |= {"slices": "auto", "granularity_tokens": job.shortest, "planner": {"cache_dir": str(folder)}}
         if given.get("recompute") == "auto":  # with slices by hand, as in the steps, all layers recompute
             section["recompute"] = "full"
         if len(given.get("partition") or ()) != 1 + job.work.stages * case.chunks_per_stage:

@@ -50,9 +50,7 @@ def run(options: ProfileOptions) -> None:
             f"{passed} in --config: such layers are timed in the running job alone; set planner.profile to "
             '"measure", or leave the key out'
         )
-    from terapipe_ds.runtime.layers.activation_checkpointing import stages_to_recompute
-
-    recomputing = stages_to_recompute(section, options.stages, keys.content)
+    recomputing = section.recomputing_stages(options.stages, keys.content)
     job = dataclasses.replace(job, granularity_tokens=granularity, bounds=bounds, recomputing=recomputing)
     from terapipe_ds.costs.fitted import CostModel
     from terapipe_ds.runtime.profiling.one_device import profile_model

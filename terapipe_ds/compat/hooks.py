@@ -17,8 +17,7 @@ from terapipe_ds.compat import versions
 DEEPSPEED_HOOKS = {
     "deepspeed.runtime.pipe.engine:PipelineEngine": (
         "__getattr__ _aggregate_total_loss _backward_epilogue _backward_prologue _backward_prologue_per_tensor "
-        "_bf16_reduce_grads "
-        "_exec_optimizer_step _exec_reduce_grads _exec_schedule _inference_schedule "
+        "_bf16_reduce_grads _exec_optimizer_step _exec_reduce_grads _exec_schedule _inference_schedule "
         "_loss_stage_global_rank _next_batch _reduce_outputs _train_schedule autotp_size clip_fp32_gradients compile "
         "destroy eval_batch is_last_stage load_checkpoint load_module_state_dict module_state_dict "
         "reset_activation_shape save_checkpoint set_dataiterator set_dataloader steps_per_print train_batch"
@@ -68,12 +67,7 @@ def require_hooks() -> None:
 
 
 def require_megatron(what: str) -> None:
-    """Make sure that megatron-core is installed and has every replaced name; `what` needs it.
-
-    Raises:
-        MissingExtraError: it is not installed; the message names the extra to install.
-        CompatError: it lacks names.
-    """
+    """Raise MissingExtraError unless megatron-core is installed, CompatError if it lacks a name; `what` needs it."""
     if not versions.has_megatron():
         raise versions.MissingExtraError(
             f"{what} needs megatron-core, which is not installed: pip install "

@@ -13,6 +13,7 @@ from terapipe_ds.schedule.generate import check_options
 if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig
 
+INTERVAL = "pipeline.activation_checkpoint_interval"  # DeepSpeed's own key that recomputes layers
 UNSPLIT = 'give "auto", or a schedule that does not split backwards (seq1f1b)'
 
 
@@ -107,6 +108,14 @@ def recompute_problems(section: TeraPipeConfig) -> Iterator[str]:
         what = "is read from a file" if schedule.endswith(".csv") else "has several parts per stage"
         fix = 'take a schedule with one part per stage, or name the stages that recompute, "recompute": [0, 1]'
         yield f"{shown}: schedule {show_value(schedule)} {what}; {fix}"
+
+
+def problem_of_reentry(where: str) -> str:
+    """Return an error about `"keep_attention": true` where `where` sets checkpoints without reentry."""
+    return (
+        f"terapipe.keep_attention = true: {where} checkpoints without reentry, and such layers run all of their "
+        "forward again; checkpoint with reentry (use_reentrant = true), or leave keep_attention out"
+    )
 
 
 def _keep_problems(section: TeraPipeConfig) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,15 @@ def unfilled_in(ds_config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Ite
             yield from unfilled_in(value, inner)
         elif isinstance(value, list | tuple) and "auto" in value:
             yield ".".join(inner)
+
+
+def without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the keys that wait for Trainer."""
+    config = copy.deepcopy(dict(ds_config))
+    for path in list(unfilled_in(config)):
+        section, _, name = path.rpartition(".")
+        (value_at(config, section) if section else config).pop(name)
+    return config
 
 
 def problem_of_auto(ds_config: Mapping[str, Any]) -> str | None:

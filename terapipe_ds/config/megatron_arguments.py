@@ -1,7 +1,7 @@
 """Translate Megatron-LM's arguments (megatron/training/arguments.py) into a DeepSpeed JSON with a `terapipe` section.
 
 An argument becomes a key of the JSON or a part of the JSON's `scheduler`, stays with the training script, or has no
-counterpart, with the reason. `render_table` prints all of them for the documentation.
+counterpart, with the reason.
 """
 
 from __future__ import annotations
@@ -158,11 +158,7 @@ class Conversion:
 
 
 def convert(text: str) -> Conversion:
-    """Return the DeepSpeed JSON of a Megatron-LM command line.
-
-    Raises:
-        TeraPipeConfigError: it names all unknown arguments and all wrong values at once.
-    """
+    """Return the DeepSpeed JSON of a Megatron-LM command line, or raise TeraPipeConfigError with all its mistakes."""
     given, problems = _read(text)
     ramp, wrong = _read_ramp(given)
     problems += [*wrong, *_count_steps(given, ramp)]
@@ -219,12 +215,6 @@ def translation(name: str) -> str:
     if name in WITH_SCRIPT:
         return "this script does not read it"
     return LOST.get(name, f"unknown{nearest(name, KNOWN)}")
-
-
-def render_table() -> str:
-    """Return the table of all arguments in Markdown."""
-    rows = [f"| `{name}` | {translation(name)} |" for name in (*IN_JSON, *SCHEDULER, *LOST)]
-    return "\n".join(["| argument of Megatron-LM | in this package |", "|---|---|", *rows])
 
 
 def _read(text: str) -> tuple[dict[str, str], list[str]]:

@@ -14,7 +14,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
-from terapipe_ds.config.combinations import compile_problems, link_problems, recompute_problems, schedule_problems
+from terapipe_ds.config.combinations import (
+    INTERVAL,
+    compile_problems,
+    link_problems,
+    problem_of_reentry,
+    recompute_problems,
+    schedule_problems,
+)
 from terapipe_ds.config.conflicts import conflicting_keys, problem_of_auto, problem_of_quotes
 from terapipe_ds.config.strategy_file import contradictions, read_strategy, section_of
 from terapipe_ds.config.unknown_keys import models_of, problems_of, refuse_misspelt_section, take_known, unknown_key
@@ -35,6 +42,7 @@ from terapipe_ds.config.values import (
     Positive,
     Recompute,
     ScheduleName,
+    StrategyFile,
     StrictModel,
     TeraPipeConfigError,
     Timeout,
@@ -42,6 +50,7 @@ from terapipe_ds.config.values import (
     shown_value,
     tuples_to_lists,
 )
+from terapipe_ds.files.user_json import value_at
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import PlanError, SlicePlan, coarsened
 from terapipe_ds.schedule import SCHEDULE_NAMES
@@ -51,8 +60,7 @@ from terapipe_ds.strategy import Strategy
 class TeraPipeConfig(StrictModel):
     """Hold the section; its keys are attributes. Build it with `from_deepspeed`.
 
-    Raises:
-        TeraPipeConfigError: all mistakes of the section at once, also when called with keywords.
+    It raises TeraPipeConfigError with all mistakes at once, also when called with keywords.
     """
 
     enabled: bool = Field(False, description="true or false")
@@ -70,9 +78,7 @@ class TeraPipeConfig(StrictModel):
     )
     keep_attention: bool = Field(False, description="true or false")
     offload_activations: bool = Field(False, description="true or false")
-    strategy: Annotated[str, Field(pattern=r"^.+\.json$")] | None = Field(
-        None, description="null, or a path that ends in .json"
-    )
+    strategy: StrategyFile | None = Field(None, description="null, or a path that ends in .json")
     schedule_options: dict[str, str | int | None] = Field(
         {},
         description='an object: for dapple {"policy": "A"} or "B", for seq1f1b-interleaved-zb and zbv '
@@ -141,9 +147,7 @@ class TeraPipeConfig(StrictModel):
     def from_deepspeed(cls, ds_config: dict[str, Any]) -> TeraPipeConfig:
         """Return the section of a DeepSpeed config; it is disabled where the config has none.
 
-        Raises:
-            TeraPipeConfigError: all mistakes of the section, enabled or not; where it is enabled, also the keys in the
-                rest of `ds_config` that exclude it.
+        Raise TeraPipeConfigError with all mistakes of the section, and of keys that exclude it where it is enabled.
         """
         if not isinstance(ds_config, dict):
             raise TeraPipeConfigError(f"the DeepSpeed config is {show_value(ds_config)}: give it as a dict")
@@ -161,6 +165,8 @@ class TeraPipeConfig(StrictModel):
         if section.get("enabled") is True:
             problems += filter(None, (problem_of_auto(ds_config), problem_of_quotes(ds_config)))
             problems += conflicting_keys(ds_config)
+            if section.get("keep_attention") is True and value_at(ds_config, "pipeline.use_reentrant") is False:
+                problems.append(problem_of_reentry("pipeline.use_reentrant = false"))
             steps = ds_config.get("gradient_accumulation_steps")
             if not problems and type(steps) is int and (problem := config.problem_of_count(steps)):
                 problems.append(problem)
@@ -194,14 +200,9 @@ class TeraPipeConfig(StrictModel):
     def plan_for(self, sequence_length: int, micro_batch_id: int = 0, *, strict: bool = True) -> SlicePlan:
         """Return the plan for sequences of `sequence_length` tokens.
 
-        Where `slices` has a list for each micro-batch, an evaluation's micro-batches take the lists in turns.
-
-        Args:
-            strict: raise as `check_length`; otherwise a short sequence has as many slices as fit.
-
-        Raises:
-            TeraPipeConfigError: `slices` or `granularity_tokens` does not fit that length.
-            PlanError: `sequence_length` itself is not an integer >= 1.
+        Where `slices` has a list for each micro-batch, an evaluation's micro-batches take the lists in turns. Raise
+        TeraPipeConfigError where `slices` does not fit, or with `strict` `granularity_tokens`; without it a short
+        sequence has as many slices as fit. Raise PlanError for a length that is no integer >= 1.
         """
         whole = SlicePlan.equal(sequence_length, 1)
         if self.slices == 1:  # nothing is cut
@@ -320,21 +321,34 @@ class TeraPipeConfig(StrictModel):
         """Return whether each sequence is one slice, in any order; False with "auto", which tries several."""
         return self.slices == 1 or bool(self.listed_slices and all(len(each) == 1 for each in self.listed_slices))
 
-    def recomputing_stages(self, num_stages: int) -> frozenset[int] | None:
+    def recomputing_stages(
+        self, num_stages: int, ds_config: Mapping[str, Any] | None = None, own: int = 0, *, stands_for_all: bool = False
+    ) -> frozenset[int] | None:
         """Return the stages that recompute each layer in its backward; None where the config leaves it to the module.
 
-        With "auto" none does until the planner has chosen its layers.
-
-        Raises:
-            TeraPipeConfigError: stages beyond `num_stages`.
+        With "auto" none does until the planner has chosen its layers. A stage that `stands_for_all` recomputes if some
+        stage may. Raise TeraPipeConfigError for stages beyond `num_stages`, and where an interval of activation
+        checkpointing says otherwise, the module's `own` or that of `ds_config`.
         """
-        stages = self.recompute
-        if not isinstance(stages, tuple):
-            return None if stages is None else frozenset(range(num_stages) if stages == "full" else ())
-        if beyond := [stage_id for stage_id in stages if stage_id >= num_stages]:
+        stages = self.recompute if isinstance(self.recompute, tuple) else ()
+        if self.recompute is None:
+            return None
+        beyond = [] if stands_for_all else [stage_id for stage_id in stages if stage_id >= num_stages]
+        if beyond:
             last = f"the pipeline has {num_stages} stages, the last is {num_stages - 1}"
             raise TeraPipeConfigError(f"{shown_value(list(stages), 'recompute')}: {last}; leave out {beyond}")
-        return frozenset(stages)
+        # it is no error to set the same interval twice; if the number of stages is unknown, stages 0, 1, ... may be all
+        number = len(stages) if stands_for_all else num_stages
+        is_full = self.recompute == "full" or (stages and {*stages} == {*range(number)})
+        intervals = {"the module": own, "the DeepSpeed section `pipeline`": value_at(ds_config or {}, INTERVAL)}
+        for where, interval in intervals.items():
+            if interval and not (interval == 1 and is_full):
+                raise TeraPipeConfigError(
+                    f"terapipe.recompute = {tuples_to_lists(self.recompute)!r}: {where} has "
+                    f"activation_checkpoint_interval = {interval}, which says otherwise; leave one of the two out"
+                )
+        is_any = self.recompute != "off" if stands_for_all else self.recompute == "full"
+        return frozenset(range(num_stages) if is_any else stages)
 
     def options_of(self, schedule: str) -> dict[str, Any]:
         """Return the options of this schedule for `schedule.build`: none, unless it is the schedule of the config."""

@@ -39,11 +39,7 @@ def sizes_of(strategy: Strategy) -> dict[str, int]:
 
 
 def contradictions(strategy: Strategy, section: Mapping[str, Any], ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each value that differs from the strategy's.
-
-    Args:
-        section: the keys that the `terapipe` section sets, validated.
-    """
+    """Yield one line for each value that differs from the strategy's; `section` has the keys that are set, valid."""
     ds_config = with_new_names(ds_config)
     for name, wanted in section_of(strategy).items():
         if name in section and not _is_same(strategy, name, section[name], wanted):

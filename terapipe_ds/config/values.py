@@ -53,12 +53,13 @@ Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
 Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 _NO_FOLDERS = {"off", "none", "null", "false", "no"}  # other keys have "off"; a folder of that name is "./off"
-Folder = Annotated[NonEmpty, _only(lambda name: name.lower() not in _NO_FOLDERS), AfterValidator(os.path.expanduser)]
-"""The path of a folder; no shell reads a JSON and replaces `~`."""
+_HOME = AfterValidator(os.path.expanduser)  # no shell reads a JSON and replaces `~`
+Folder = Annotated[NonEmpty, _only(lambda name: name.lower() not in _NO_FOLDERS), _HOME]
 Timeout = Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)]
 TIMEOUT_FORM = f"a number of seconds > 0, at most {_MAX_TIMEOUT_S:.0f}"
-ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|search|auto|.+\.csv)$")]
-_Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
+ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|search|auto|.+\.csv)$"), _HOME]
+StrategyFile = Annotated[str, Field(pattern=r"^.+\.json$"), _HOME]
+_Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$"), _HOME]
 Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 LengthsOfEach = Annotated[tuple[Lengths, ...], Field(min_length=1), _only(lambda lists: len(set(map(sum, lists))) == 1)]
 Indices = Annotated[tuple[Index, ...], Field(min_length=1), _only(lambda value: len(set(value)) == len(value))]

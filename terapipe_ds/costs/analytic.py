@@ -315,11 +315,7 @@ def analytic_costs(
     Layers are spread evenly, the larger parts first, unless `layers_per_part` says otherwise. All parts send over
     the network where the pipeline does not fit in one node; it has `devices`, or as many as parts with their ranks.
     `wire_formats` are the formats of `terapipe.links`, forward and backward. With `splits_tokens` the tensor ranks have
-    Megatron's sequence parallelism.
-
-    Raises:
-        AnalyticCostError: numbers by which the model cannot be cut.
-        DeviceError, ModelSizeError: an unknown name, or a dtype that the device lacks.
+    Megatron's sequence parallelism. Raise AnalyticCostError for numbers by which the model cannot be cut.
     """
     size = model_size(model) if isinstance(model, str) else model
     card = device_card(device) if isinstance(device, str) else device

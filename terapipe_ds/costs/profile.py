@@ -148,9 +148,7 @@ class PartProfile:
 class Profile:
     """Hold the measured costs of some or all parts, in the order of `part_id`.
 
-    Raises:
-        pydantic.ValidationError: a time that is not positive and finite, a pair or a part that occurs twice, samples
-            beyond `key.sequence_length`, more stages than parts.
+    It raises pydantic.ValidationError for impossible times, repeated pairs and parts, and numbers that contradict.
     """
 
     key: ProfileKey

@@ -22,14 +22,9 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "note", "warning", "fail")
 
 @dataclass(frozen=True)
 class Line:
-    """State a finding, its verdict, and the fix.
+    """State a finding, its verdict, and the fix, "" where none is needed."""
 
-    Args:
-        verdict: "ok"; "note": nothing is wrong, but worth knowing; "warning": it may fail or be slow; "fail": it will.
-        fix: the next step; "" where none is needed.
-    """
-
-    verdict: Verdict
+    verdict: Verdict  # "note": nothing is wrong, but worth knowing; "warning": it may fail or be slow; "fail": it will
     name: str
     found: str
     fix: str = ""
@@ -45,19 +40,21 @@ class Check:
 
 
 def look(check: Check) -> list[Line]:
-    """Return the lines of a check; where it cannot run, or fails, return one line that says why."""
+    """Return the lines of a check; where it cannot run, or fails midway, the last line says why."""
     missing = [name for name in check.needs if not is_there(name)]
     if missing:
         verb = "are" if missing[1:] else "is"
         return [Line("note", check.name, f"not looked at: {' and '.join(missing)} {verb} not installed")]
+    found: list[Line] = []
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # DeepSpeed prints during its import
             warnings.simplefilter("ignore")
             if broken := next(filter(import_problem, check.needs), None):  # `installation.required` says why
                 return [Line("note", check.name, f"not looked at: {broken} cannot be imported")]
-            return list(check.look())
+            found.extend(check.look())
     except Exception as error:
-        return [Line("fail", check.name, _in_a_line(error), "see whether it imports and runs by itself")]
+        found.append(Line("fail", check.name, _in_a_line(error), "see whether it imports and runs by itself"))
+    return found
 
 
 def import_problem(name: str) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,62 +37,90 @@ def read(path: str) -> File:
 
 def findings(file: File, stages: int | None, replicas: int | None, tokens: int | None = None) -> Iterator[Line]:
     """Yield the lines on a config; with None, the number of stages, replicas or tokens is not known."""
-    from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+    from terapipe_ds.config.conflicts import without_auto
     from terapipe_ds.config.strategy_file import sizes_of
-    from terapipe_ds.config.unknown_keys import misspelt_keys
 
     of_file, content = file
     yield of_file
     if of_file.verdict == "fail":
         return
-    try:
-        config = TeraPipeConfig.from_deepspeed(content)
-    except TeraPipeConfigError as error:
-        for problem in error.problems:
-            yield Line("fail", "refused", *_text_and_fix(problem))
+    config = yield from _read_section(content)
+    if config is None:
         return
-    if not config.enabled:
-        text = "there is none that is enabled: DeepSpeed's own engine trains whole sequences"
-        yield Line("note", "section", text, 'set "terapipe": {"enabled": true}')
-        return
-    for problem in misspelt_keys(content):
-        yield Line("warning", "misspelt", *_text_and_fix(problem))
-    yield from _refused_by_deepspeed(content)
     # a strategy has the sizes of a batch that the config leaves out
-    keys = DeepSpeedJson(content if config.planned is None else sizes_of(config.planned) | content)
-    wanted = None
-    try:
-        wanted = keys.number("pipeline.stages")
-    except CommandError as error:
-        yield Line("fail", "pipeline.stages", *_text_and_fix(str(error)))
+    keys = DeepSpeedJson(content if config.planned is None else content | sizes_of(config.planned))
+    numbers = yield from _read_numbers(keys)
+    wanted = numbers.pop("pipeline.stages", None)
     if None not in (stages, wanted) and stages != wanted:  # as the engine does
         yield Line("fail", "pipeline.stages", f"{wanted}, and the run has {stages}", "set it to that, or leave it out")
     stages = stages or wanted
-    yield from _batch(keys, replicas)
+    yield from _refused_by_deepspeed(without_auto(content), stages)
+    if len(numbers) == len(_BATCH):
+        yield from _batch(numbers, replicas)
     yield from _cut(config, tokens)
-    yield from _runs(config, keys, stages, _accumulation(keys, replicas))
-    yield from _layout(config, stages)
+    yield from _runs(config, keys, stages, _accumulation(numbers, replicas))
+    yield from _layout(config, content, stages)
     yield from _profile(config)
     yield from _folders(config)
     text = "only a TeraPipeEngine reads the section: without register() DeepSpeed silently trains whole sequences"
     yield Line("ok", "register", text, "look for lines of terapipe_ds in the log, or print type(engine).__name__")
 
 
-def _refused_by_deepspeed(content: dict[str, Any]) -> Iterator[Line]:
-    """Let the installed DeepSpeed read its own keys, except for the sizes of a batch."""
+def _read_section(content: dict[str, Any]) -> Generator[Line, None, TeraPipeConfig | None]:
+    """Yield what the engine refuses, and what DeepSpeed overlooks; return the section if it is enabled and valid."""
+    from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+    from terapipe_ds.config.conflicts import problem_of_auto, without_auto
+    from terapipe_ds.config.unknown_keys import misspelt_keys
+
+    try:
+        config = TeraPipeConfig.from_deepspeed(without_auto(content))
+    except TeraPipeConfigError as error:
+        for problem in error.problems:
+            yield Line("fail", "refused", *_text_and_fix(problem))
+        return None
+    if not config.enabled:
+        text = "there is none that is enabled: DeepSpeed's own engine trains whole sequences"
+        yield Line("note", "section", text, 'set "terapipe": {"enabled": true}')
+        return None
+    if waiting := problem_of_auto(content):  # it trains with Trainer, and else fails
+        yield Line("warning", "auto", *_text_and_fix(waiting))
+    for problem in misspelt_keys(content):
+        yield Line("warning", "misspelt", *_text_and_fix(problem))
+    return config
+
+
+def _read_numbers(keys: DeepSpeedJson) -> Generator[Line, None, dict[str, int | None]]:
+    """Yield the numbers that are none, and return the others by their keys."""
+    numbers = {}
+    for name in (*_BATCH, "pipeline.stages"):
+        try:
+            numbers[name] = keys.number(name)
+        except CommandError as error:
+            yield Line("fail", name, *_text_and_fix(str(error)))
+    return numbers
+
+
+def _refused_by_deepspeed(content: dict[str, Any], stages: int | None) -> Iterator[Line]:
+    """Let the installed DeepSpeed read its own keys, except for the sizes of a batch, and the engine what it read."""
     try:
         from deepspeed.runtime.config import DeepSpeedConfig
         from pydantic import ValidationError
+
+        from terapipe_ds.runtime.engine import deepspeed_faults as faults
     except Exception:  # the checks of the installation say why
         return
     others = {key: value for key, value in content.items() if key not in (*_BATCH, "sequence_parallel_size")}
     try:
-        DeepSpeedConfig(others | {"train_micro_batch_size_per_gpu": 1})
+        read = DeepSpeedConfig(others | {"train_micro_batch_size_per_gpu": 1})
     except Exception as error:
         found = error.errors() if isinstance(error, ValidationError) else ()
         text = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found)
         text = f"{getattr(error, 'title', '')}: {text}" if found else str(error)
         yield Line("fail", "DeepSpeed", f"it refuses this config: {text}", "change what it names, or take it out")
+        return
+    for check in (faults.problem_of_grad_scaler, faults.problem_of_curriculum):
+        if stages is not None and (problem := check(read, stages)):
+            yield Line("fail", "refused", *_text_and_fix(problem))
 
 
 def _text_and_fix(problem: str) -> tuple[str, str]:
@@ -102,11 +130,10 @@ def _text_and_fix(problem: str) -> tuple[str, str]:
     return text, problem[len(text) + 2 :]
 
 
-def _batch(keys: DeepSpeedJson, replicas: int | None) -> Iterator[Line]:
+def _batch(sizes: dict[str, int | None], replicas: int | None) -> Iterator[Line]:
     """Check the sizes as DeepSpeed does, which fills in those that are missing."""
-    rows, steps, batch = (keys.number(name) for name in _BATCH)
-    known = {name: value for name, value in zip(_BATCH, (rows, steps, batch), strict=True) if value is not None}
-    text = ", ".join(f"{name} {value}" for name, value in known.items()) or "no size is given"
+    rows, steps, batch = (sizes[name] for name in _BATCH)
+    text = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None) or "no size is given"
     count = replicas or (max(1, batch // (rows * steps)) if rows and steps and batch else 1)
     product = (rows or 1) * (steps or 1) * count
     if batch is None and rows is None:
@@ -122,9 +149,9 @@ def _batch(keys: DeepSpeedJson, replicas: int | None) -> Iterator[Line]:
         yield Line("ok", "batch", text)
 
 
-def _accumulation(keys: DeepSpeedJson, replicas: int | None) -> int | None:
+def _accumulation(sizes: dict[str, int | None], replicas: int | None) -> int | None:
     """Return the micro-batches of a step, as DeepSpeed fills them in; None where the config does not determine them."""
-    rows, steps, batch = (keys.number(name) for name in _BATCH)
+    rows, steps, batch = map(sizes.get, _BATCH)
     if rows and batch and not steps:
         return None if replicas is None else max(1, batch // (rows * replicas))
     return steps or (1 if rows or batch else None)
@@ -153,7 +180,8 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None, steps
     """Describe a step of `steps` micro-batches, and how long the stages would wait with equal parts and slices."""
     from terapipe_ds.simulator import UnitCosts, simulate
 
-    name, precision = config.schedule, keys.precision or "fp32"
+    of_others = "the precision of Trainer or torch.autocast" if keys.leaves_precision else "fp32"
+    name, precision = config.schedule, keys.precision or of_others
     slices = f"{config.slices} slices" if isinstance(config.slices, int) else f"slices {json.dumps(config.slices)}"
     yield Line("ok", "section", f"schedule {name}, {slices}, {precision}")
     if stages is None or name == "auto" or name.endswith(".csv"):
@@ -188,14 +216,14 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None, steps
         yield Line("ok", "schedule", text)
 
 
-def _layout(config: TeraPipeConfig, stages: int | None) -> Iterator[Line]:
+def _layout(config: TeraPipeConfig, content: dict[str, Any], stages: int | None) -> Iterator[Line]:
     """Compare the number of stages with an order from a file, a partition by hand, and stages that recompute."""
     from terapipe_ds.config import TeraPipeConfigError
 
     if stages is None:
         return
     try:
-        config.recomputing_stages(stages)
+        config.recomputing_stages(stages, content)
     except TeraPipeConfigError as error:
         yield Line("fail", "recompute", *_text_and_fix(str(error)))
     name = config.schedule

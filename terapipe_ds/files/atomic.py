@@ -26,11 +26,8 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
     `path` that is a link is followed. The new file has the permissions and the group of the file that it replaces. A
     path that is no file in a folder (`/dev/stdout`, a pipe) is written in place: nothing may replace it.
 
-    Args:
-        durable: wait until the disk has it, so that the file survives a machine that stops as well as a killed process.
-
-    Raises:
-        OSError: naming `path`. The old file is still there, unless only the flush of the folder failed.
+    A `durable` file survives a machine that stops, because the disk has it at the end. OSError names `path`; the old
+    file is still there then, unless only the flush of the folder failed.
     """
     if _is_special(Path(path)):
         write(Path(path))
@@ -104,8 +101,7 @@ def write_text(path: PathLike, text: str, *, durable: bool = False) -> None:
 def sync(path: PathLike) -> None:
     """Wait until the disk has a file, or the names in a folder; trust folders whose file system cannot tell.
 
-    Raises:
-        OSError: naming `path`; the disk does not have it. A full disk or a quota may show here for the first time.
+    Raise OSError, naming `path`, if it has not: a full disk or a quota may show here for the first time.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

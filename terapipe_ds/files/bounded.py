@@ -17,10 +17,9 @@ _GZIP = b"\x1f\x8b"
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a file. Neither `/dev/zero` nor a pipe that waits for its writer blocks the reader.
+    """Return the content of a file, or raise OSError, naming `path`, if it cannot be read or is far too large.
 
-    Raises:
-        OSError: naming `path`; it cannot be read, or is too large to be a file of this package.
+    Neither `/dev/zero` nor a pipe that waits for its writer blocks the reader.
     """
     with open(Path(path), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         os.set_blocking(file.fileno(), True)
@@ -33,8 +32,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 def unpacked(data: bytes, path: str | os.PathLike[str]) -> bytes:
     """Return `data` of `path`, decompressed where gzip has compressed it.
 
-    Raises:
-        OSError: naming `path`; it would be too large. gzip.BadGzipFile, EOFError, zlib.error: it is damaged.
+    Raise OSError if it would be too large, and gzip.BadGzipFile, EOFError or zlib.error if it is damaged.
     """
     return _read(gzip.GzipFile(fileobj=io.BytesIO(data)), path) if data.startswith(_GZIP) else data
 

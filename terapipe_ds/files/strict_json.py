@@ -19,7 +19,6 @@ _MAX_HJSON = 2**20  # its parser is slow
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """How the records of files are validated: no other types, no unknown keys, finite numbers."""
 
-
 _Model = TypeVar("_Model", bound=BaseModel)
 _ANYTHING = TypeAdapter(Any)
 
@@ -31,8 +30,7 @@ class JsonError(ValueError):
 def parse_json(text: str | bytes) -> Any:
     """Return the document of a JSON text without repeated keys, half characters and extreme depth.
 
-    Raises:
-        JsonError: anything else: bad JSON, bytes that are no UTF-8, numbers of thousands of digits, millions of values.
+    Raise JsonError for others: bytes that are no UTF-8, numbers of thousands of digits, millions of values.
     """
     if not isinstance(text, str | bytes):
         raise JsonError(f"it is {show_value(text)}, and no text")
@@ -56,9 +54,7 @@ def parse_json(text: str | bytes) -> Any:
 def parse_hjson(data: bytes) -> Any:
     """Return the document of a JSON with comments and trailing commas, as DeepSpeed reads it by `hjson`.
 
-    Raises:
-        JsonError: it is none, or its content is one that `parse_json` refuses.
-        ImportError: DeepSpeed, which brings hjson, is not installed.
+    Raise JsonError as `parse_json`, and ImportError if DeepSpeed, which brings hjson, is not installed.
     """
     import hjson
 
@@ -76,8 +72,7 @@ def parse_hjson(data: bytes) -> Any:
 def parse_as(model: type[_Model], text: str | bytes) -> _Model:
     """Return the content of a JSON text as a value of `model`, read strictly: no value is converted to another type.
 
-    Raises:
-        JsonError: the text is no JSON, or a value does not fit; the message names the first such value and its place.
+    Raise JsonError if the text is no JSON, or with the first value that does not fit and its place.
     """
     try:
         parse_json(text)
@@ -92,10 +87,7 @@ def parse_as(model: type[_Model], text: str | bytes) -> _Model:
 def describe_error(error: ValidationError, whole: str = "the file") -> str:
     """Return the first complaint of pydantic as `parts[0].tokens = 0: expected greater than or equal to 1`.
 
-    It names all keys that one object lacks.
-
-    Args:
-        whole: names the document, for complaints about its top level.
+    It names all keys that one object lacks. `whole` is the name of the document, for its top level.
     """
     complaints = error.errors(include_url=False)
     complaint = complaints[0]

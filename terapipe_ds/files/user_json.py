@@ -79,9 +79,7 @@ def with_new_names(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 def read_json(path: str, option: str) -> dict[str, Any]:
     """Return the object in a JSON file that `option` names; a DeepSpeed config may have comments and old names.
 
-    Raises:
-        CommandError: no JSON, or no object.
-        OSError: the file cannot be read.
+    Raise CommandError if it holds no object, and OSError if it cannot be read.
     """
     data = read_bytes(path)
     try:

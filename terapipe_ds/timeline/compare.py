@@ -103,8 +103,7 @@ class Comparison:
 def compare(predicted: Timeline, measured: Timeline) -> Comparison:
     """Put two timelines of one schedule side by side. Only F, B and W count; their clocks need not agree.
 
-    Raises:
-        TimelineError: other numbers of stages, other computations, or another order on a stage.
+    Raise TimelineError for other numbers of stages, other computations, or another order on a stage.
     """
     if predicted.num_stages != measured.num_stages:
         counts = f"{predicted.num_stages} stages predicted, {measured.num_stages} measured"

@@ -87,8 +87,7 @@ def interactive_timeline(titled: Sequence[Titled], name: str, *, compares: bool 
 def build_interactive(titled: Sequence[Titled], *, compares: bool = True) -> dict[str, Any]:
     """Return traces, the names of rows and the unit of times; every timeline begins at 0 with its first computation.
 
-    Args:
-        compares: the timelines have one schedule. An action of the second shows its duration in the first.
+    With `compares` they have one schedule, and an action of the second shows its duration in the first.
     """
     if not any(timeline.computations() for _, timeline in titled):
         raise TimelineError("there is nothing to draw: the timelines hold no F, B or W; give those of a step")

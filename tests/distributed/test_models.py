@@ -24,6 +24,8 @@ from tests.distributed import engines
 from tests.distributed.harness import RankFailure, RankPool, rank_pool
 from tests.distributed.training import loss_function
 from tests.small_models import tuples
+from tests.small_models.parts import Embedding, Head, Mlp
+from tests.zoo.attentions import SLICED
 
 UNEVEN = [5, 17, 1]
 Errors = dict[str, float]
@@ -56,6 +58,18 @@ def _transposed(seed: int) -> engines.MicroBatch:
 def _first_without_labels(seed: int) -> engines.MicroBatch:
     tokens, labels = engines.micro_batch(seed)
     return tokens, labels if seed else labels.fill_(engines.IGNORE_INDEX)
+
+
+def _with_memory(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x.tanh()
+
+
+def _detaching(inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """Let the memory get the gradient of its first use alone."""
+    x, memory = inputs
+    first = memory * 2.0
+    memory.detach_()
+    return x * memory.sigmoid() + first
 
 
 REMEMBERED = functools.partial(tuples.guided_micro_batch, memory=True)
@@ -95,6 +109,10 @@ MODELS = {
         make=tuples.weighted_rows_micro_batch,
         terapipe={"loss_reduction": "mean"},
         loss_fn=tuples.WeightedRows(),
+    ),
+    "a memory that is detached in place": Model(
+        lambda: [LayerSpec(Embedding), SLICED, _with_memory, _detaching, LayerSpec(Mlp), LayerSpec(Head)],
+        stock_stages=1,
     ),
     "a loss that needs contiguous labels": Model(terapipe={"slices": 3}, loss_fn=tuples.viewing_loss),
     "a micro-batch without labels": Model(make=_first_without_labels, stock_loss_fn=tuples.patient_loss),
@@ -280,11 +298,14 @@ class Scaled(nn.Module):
 
     writes = False
     writes_later = False  # from the second slice on, as to add a state
+    detaches = False
     was_handed: list[bool] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             Scaled.was_handed.append(hidden.is_leaf and hidden.requires_grad)
+        if Scaled.detaches:
+            return hidden * 1.5 + hidden.detach_()
         active = active_slice()
         has_state = Scaled.writes_later and active is not None and active.start > 0
         return hidden.mul_(1.5) if Scaled.writes or has_state else hidden * 1.5
@@ -313,11 +334,11 @@ def job_train(writes: bool, terapipe: dict[str, Any], options: dict[str, Any]) -
         return engines.differences(ours, stock), handed
 
 
-def job_write_later() -> None:
+def job_write_later(how: str) -> None:
     Scaled.writes = False
     with engines.engine_of(layers(), PLAN) as engine:
         engines.train(engine, engines.batches(1))
-        Scaled.writes = True
+        setattr(Scaled, how, True)
         engines.train(engine, engines.batches(1))
 
 
@@ -377,9 +398,10 @@ def test_a_layer_that_works_in_place_in_some_batches_gets_copies(change: str) ->
     assert not engines.violations(rank_pool(2).run(job_later, change=change))
 
 
-def test_a_layer_that_begins_to_work_in_place_ends_the_job_with_the_cause() -> None:
+@pytest.mark.parametrize("how", ["writes", "detaches"])
+def test_a_layer_that_begins_to_work_in_place_ends_the_job_with_the_cause(how: str) -> None:
     with contextlib.closing(RankPool(2)) as pool, pytest.raises(RankFailure) as raised:  # its ranks end
-        pool.run(job_write_later)
+        pool.run(job_write_later, how=how)
     said = str(raised.value)
     for rank in (0, 1):
         assert f"rank {rank} (stage {rank}) ends" in said

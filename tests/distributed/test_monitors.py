@@ -118,12 +118,28 @@ def test_values_are_those_of_the_trace(name: str, tmp_path: Path) -> None:
         assert not {"predicted_seconds", "predicted_over_measured"} & values.keys()
 
 
-def model_flops(stages: int) -> float:
+def job_of_two_lengths(folder: str) -> None:
+    monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    section = unchecked(slices=2, peak_tflops=PEAK_TFLOPS)
+    with engine_of(gpt_layers(), section, gradient_accumulation_steps=MICRO_BATCHES, **monitor) as engine:
+        for length in (LENGTH, LENGTH // 2):
+            train(engine, batches(1, MICRO_BATCHES, length=length))
+
+
+def test_a_shorter_step_needs_fewer_operations(tmp_path: Path) -> None:
+    """The first step is counted, and others have as many operations per token: without this they had as many."""
+    rank_pool(2).run(job_of_two_lengths, folder=str(tmp_path))
+    values = monitored(tmp_path)
+    needed = [a * b for a, b in zip(values["mfu"], values["step_seconds"], strict=True)]
+    assert needed == pytest.approx([model_flops(2), model_flops(2, LENGTH // 2)], rel=0.1)
+
+
+def model_flops(stages: int, length: int = LENGTH) -> float:
     """Return FLOPs of a step over the peak of its devices, in seconds: products and causal scores of four layers."""
     hidden, heads, kv_heads, ffn, vocab = 16, 4, 2, 24, VOCAB_SIZE
-    tokens, head_dim = ROWS * LENGTH, 4
+    tokens, head_dim = ROWS * length, 4
     layer = hidden * heads * head_dim * 2 + hidden * kv_heads * head_dim * 2 + 3 * hidden * ffn
-    scores = ROWS * heads * (LENGTH * (LENGTH + 1) // 2) * head_dim * 2
+    scores = ROWS * heads * (length * (length + 1) // 2) * head_dim * 2
     forward = 4 * (2 * tokens * layer + 2 * scores) + 2 * tokens * hidden * vocab
     return 3 * forward * MICRO_BATCHES / (PEAK_TFLOPS * 1e12 * stages)
 

@@ -2,6 +2,7 @@
 default it compares layers and losses that are not the package's own, on a cut of the first batch; the loss always.
 """
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -49,6 +50,25 @@ def trainings(case: str) -> list[engines.Run]:
             assert not torch.equal(before, torch.get_rng_state()) or "dropout" not in case
             assert engine.slice_store.pool.live_bytes == 0
     return runs
+
+
+def of_whole_numbers(logits: Tensor, labels: Tensor) -> Tensor:
+    return gpt.gpt_loss(logits, labels.long())
+
+
+def labels_held_after_a_batch() -> int:
+    """Return how many tensors of a batch's labels live on after it. The window that is compared has two rows."""
+    options = {"stages": 1, "loss_fn": of_whole_numbers, "train_micro_batch_size_per_gpu": 3}
+    with engines.engine_of(engines.gpt_layers(), VERIFY, **options) as engine:
+        engine.train_batch(iter([(tokens, labels.int()) for tokens, labels in engines.batches(1, rows=3)[0]]))
+        engine.set_dataiterator(iter(()))
+        gc.collect()
+        alive = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.dtype == torch.int32]
+        return len([each for each in alive if each.shape == (3, engines.LENGTH)])
+
+
+def test_the_check_keeps_no_labels_of_its_batch() -> None:
+    assert rank_pool(1).run(labels_held_after_a_batch) == [0]
 
 
 def scaled_from_thirty_tokens(x: Tensor) -> Tensor:

@@ -603,18 +603,7 @@ def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str], tmp_
     assert costs[0].link != far[0].link
     timeline = simulate(build("zbv", 4, 2, 1), SlicePlan((2048,)), costs)
     assert found["predicted_s"] == pytest.approx(timeline.makespan_s, rel=1e-9)
-    words = [
-        "simulate",
-        "--schedule",
-        "zbv",
-        "--slices",
-        "1",
-        "--sequence-length",
-        "2048",
-        "--tensor-parallel",
-        "2",
-        "--json",
-    ]
+    words = ("simulate", *options[:2], *options[4:], "--slices", "1", "--sequence-length", "2048", "--json")
     assert json.loads(shown(capsys, *words, *SMALL[:-2]))["makespan_s"] == pytest.approx(found["predicted_s"], rel=1e-9)
 
 

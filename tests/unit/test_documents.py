@@ -341,6 +341,11 @@ def test_paths_and_names_exist(document: Path) -> None:
             assert is_there(name), span
 
 
+def test_every_kept_result_is_named() -> None:
+    named = "".join(path.read_text() for path in DOCUMENTS)
+    assert [path.name for path in (ROOT / "docs/results").iterdir() if path.name not in named] == []
+
+
 def is_there(name: str) -> bool:
     """Return whether a dotted name is a module or in the source of one; importing megatron-core takes seconds."""
     path = ROOT.joinpath(*name.split("."))

@@ -242,7 +242,7 @@ def test_cpu_ranks_get_cores_of_their_own(launcher: str, monkeypatch: pytest.Mon
     ("pretrain_hf", "transformers"), ("pretrain_gpt_megatron", "megatron.core"),
 ])  # fmt: skip
 def test_each_rank_takes_its_own_device_under_every_launcher(
-    name: str, needs: str, monkeypatch: pytest.MonkeyPatch
+    name: str, needs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torchrun gives LOCAL_RANK alone, no option; a rank without a device of its own would begin on the first one."""
     pytest.importorskip(needs)
@@ -254,6 +254,18 @@ def test_each_rank_takes_its_own_device_under_every_launcher(
     with pytest.raises(SystemExit, match="a device is chosen"):
         script.main()
     device.set_device.assert_called_once_with(3)
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setattr(sys.modules["ranks"], "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert f"no launcher started this process: deepspeed --num_gpus 2 {name}" in capsys.readouterr().err
+
+
+def test_the_quickstart_names_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = example("quickstart", monkeypatch)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match="deepspeed --num_gpus 2 examples/quickstart.py"):
+        script.main()
 
 
 # -- another layout --------------------------------------------------------------------------------------------

@@ -182,8 +182,7 @@ class CarriedEntry:
                 return None
             self._owner.count(-kept.state.nbytes)
             gradient = kept.state.grad
-            if gradient is not None and kept.begun:
-                gradient = gradient.clone()
+            if gradient is not None:
                 for row in kept.begun:
                     gradient[row].zero_()
             return gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,6 +32,7 @@ class Driver:
 
     recorder: Recorder
     optimizer: Any
+    scheduler: Any = None  # of learning rates, if there is one
     fewest = 1  # micro-batches of a step
 
     def prepare(self, accumulation: int, plans: Plans, schedule: str | None = None) -> None:
@@ -55,16 +57,25 @@ class Driver:
         """Free everything that the driver holds."""
 
     def remember_start(self) -> None:
-        """Keep the parameters as they are now, for `restart`."""
+        """Keep parameters, the options of the optimizer and the scheduler as they are now, for `restart`."""
         self._start = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters()]
+        groups = self.optimizer.param_groups
+        self._start_options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        self._start_rates = None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())
 
     def restart(self) -> None:
-        """Set parameters and optimizer states back to the start, so that all systems compute the same losses."""
+        """Set parameters, optimizer and scheduler back to the start: systems have made different numbers of steps."""
         with torch.no_grad():
             for parameter, start in zip(self.parameters(), self._start, strict=True):
                 parameter.copy_(start)
-            for state in self.states():
-                state.zero_()
+            for tensor in self.states():
+                tensor.zero_()
+        for state in self.optimizer.state.values():  # DeepSpeed's own Adam counts its steps by ints
+            state |= {name: 0 for name, value in state.items() if type(value) is int}
+        for group, options in zip(self.optimizer.param_groups, self._start_options, strict=True):
+            group |= options
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(copy.deepcopy(self._start_rates))
         refresh = getattr(self.optimizer, "refresh_fp32_params", None)
         if refresh is not None:  # the optimizers of DeepSpeed that keep weights of their own
             refresh()

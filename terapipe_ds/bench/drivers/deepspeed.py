@@ -21,7 +21,7 @@ class _EngineDriver(Driver):
     def __init__(self, job: Job, section: dict[str, Any] | None, dualpipe: bool = False) -> None:
         self._work = dataclasses.replace(job.work, accumulation=self.fewest)
         self._engine = build_engine(section, self._work, ds_config=job.ds_config, gpt=job.gpt, dualpipe=dualpipe)
-        self.optimizer = self._engine.optimizer
+        self.optimizer, self.scheduler = self._engine.optimizer, self._engine.lr_scheduler
 
     def prepare(self, accumulation: int, plans: Plans, schedule: str | None = None) -> None:
         self._engine.set_train_batch_size(self._work.micro_batch * accumulation)

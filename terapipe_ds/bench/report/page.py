@@ -42,7 +42,6 @@ def write_report(result: dict[str, Any], path: str | os.PathLike[str], interacti
     """Write the report of a result, the dict of `terapipe bench --json`, as one file; readers see all of it or nothing.
 
     With `interactive`, and if plotly is installed, a timeline to zoom, hover and filter follows below each picture.
-
     Raises `ReportError` if the result lacks something, or matplotlib or jinja2 is missing; nothing is written then.
     """
     write_text(path, render_page(result, interactive))

@@ -17,6 +17,12 @@ class WrittenInputError(RuntimeError):
     """Say that a layer works in place on its input, which it did not do in the first micro-batch."""
 
 
+_LATE = (
+    "a layer changes its input in place, and did not in the first training forwards, so that it got no copy: change a "
+    "copy in the layer (inputs = inputs.clone())"
+)
+
+
 class HandedInputs:
     """Decide, for each input of a part, whether its layers get the leaf itself.
 
@@ -45,20 +51,23 @@ class HandedInputs:
         """Learn after a forward with a graph which `inputs` the layers have written to, up to the slice that `is_last`.
 
         A tensor whose memory was exchanged (`.data`, as DeepSpeed's checkpointing does to divide or to offload inputs)
-        counts as written.
+        counts as written. So does one that was detached in place: a leaf would lose all of its gradient.
+
+        Raises WrittenInputError if layers have detached a leaf.
         """
+        both = list(enumerate(zip(leaves, inputs, strict=True)))
+        detached = {i for i, (leaf, copy) in both if (copy is leaf or leaf.requires_grad) and not copy.requires_grad}
+        if any(inputs[i] is leaves[i] for i in detached):
+            raise WrittenInputError(_LATE)
         if not self._may_hand or is_first in self._handed:
             return
-        both = enumerate(zip(leaves, inputs, strict=True))
         # each write raises the version of a tensor; copies begin at 0
-        self._written[is_first] |= {i for i, (leaf, copy) in both if copy._version != 0 or copy.nbytes != leaf.nbytes}
+        written = {i for i, (leaf, copy) in both if copy._version != 0 or copy.nbytes != leaf.nbytes}
+        self._written[is_first] |= written | detached
         if is_first or is_last:
             self._handed[is_first] = frozenset(range(len(leaves))) - self._written[is_first]
 
     def explain(self, error: RuntimeError) -> None:
         """Raise WrittenInputError if layers have failed with `error` because they have no copy."""
         if any(self._handed.values()) and "leaf Variable that requires grad" in text_of(error):
-            raise WrittenInputError(
-                "a layer changes its input in place, and did not in the first training forwards, so that it got "
-                "no copy: change a copy in the layer (inputs = inputs.clone())"
-            ) from error
+            raise WrittenInputError(_LATE) from error

@@ -299,7 +299,8 @@ class OpenBatch:
         stage.links.open_batch(batch)
         stage.tracer.begin(step if batch.training else None)
         if stage.flops is not None:
-            stage.flops.open_batch(batch.training)
+            shape = batch.micro_batches[0].shape
+            stage.flops.open_batch(batch.training, shape.rows * shape.length)
         stage.own_time.open_batch(batch.training)
         self._names_ranges = names_ranges()
         listens = getattr(stage.tracer, "listens", True)  # of a tracer of the user's own

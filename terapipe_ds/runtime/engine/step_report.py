@@ -141,7 +141,7 @@ class StepReport:
         now, before = allocator_retries(), self._retries
         self._retries = now
         flops = self._stage.flops
-        model_flops = 0.0 if flops is None else flops.of_model() * len(ran.schedule.num_slices)
+        model_flops = 0.0 if flops is None else flops.of_token() * ran.tokens / self._groups.num_replicas
         own = model_flops, now - before, None if self._tracer is None else self._tracer.last
         everyone = [own for _ in self._groups.ranks]
         if self._groups.control is not None:

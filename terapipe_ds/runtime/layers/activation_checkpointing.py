@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from terapipe_ds.attention.kept import KeptAttention, KeptCalls
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config.combinations import INTERVAL, problem_of_reentry
+from terapipe_ds.files.user_json import value_at
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.layout.parted_module import PartedModule
 
@@ -54,12 +56,11 @@ def set_recompute(
     own = getattr(module, _OWN_INTERVAL, module.activation_checkpoint_interval)
     module.activation_checkpoint_interval = own
     setattr(module, _KEPT_CALLS, KeptCalls() if config.keep_attention else None)
-    section = raw.get("pipeline")
     if config.keep_attention:
-        _require_reentrant(module, section)
-    recomputing = stages_to_recompute(config, module.num_stages, raw, own, stands_for_all=stands_for_all)
+        _require_reentrant(module)
+    recomputing = config.recomputing_stages(module.num_stages, raw, own, stands_for_all=stands_for_all)
     if recomputing is None:
-        if config.keep_attention and not (own or _interval_of(raw)):
+        if config.keep_attention and not (own or value_at(raw, INTERVAL)):
             raise TeraPipeConfigError(
                 'terapipe.keep_attention = true: no layer is recomputed by DeepSpeed; set terapipe.recompute to "full" '
                 "or to the stages that recompute, or leave keep_attention out"
@@ -83,54 +84,12 @@ def forget_recompute(module: PipelineModule) -> None:
         module.set_checkpoint_interval(own)
 
 
-def stages_to_recompute(
-    config: TeraPipeConfig, num_stages: int, raw: Mapping[str, Any], own: int = 0, *, stands_for_all: bool = False
-) -> frozenset[int] | None:
-    """Return the stages that recompute by `config`; None where it leaves it to the module, whose interval is `own`.
-
-    A stage that stands for all recomputes if some stage may.
-
-    Raises:
-        TeraPipeConfigError: the interval of the module, or of DeepSpeed's config `raw`, says otherwise.
-    """
-    if stands_for_all and config.recompute not in (None, "off", ()):
-        recomputing: frozenset[int] | None = frozenset(range(num_stages))
-    else:
-        recomputing = config.recomputing_stages(num_stages)
-    if recomputing is None:
-        return None
-    # it is no error to set the same interval twice; if the number of stages is unknown, stages 0, 1, ... may be all
-    named = set(config.recompute if isinstance(config.recompute, tuple) else ())
-    is_full = len(recomputing) == num_stages
-    if stands_for_all:
-        is_full = config.recompute == "full" or (bool(named) and named == set(range(len(named))))
-    for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", _interval_of(raw))):
-        if interval and not (interval == 1 and is_full):
-            shown = list(config.recompute) if isinstance(config.recompute, tuple) else config.recompute
-            raise TeraPipeConfigError(
-                f"terapipe.recompute = {shown!r}: {where} has activation_checkpoint_interval = {interval}, "
-                "which says otherwise; leave one of the two out"
-            )
-    return recomputing
-
-
-def _interval_of(raw: Mapping[str, Any]) -> Any:
-    section = raw.get("pipeline")
-    return section.get("activation_checkpoint_interval", 0) if isinstance(section, Mapping) else 0
-
-
-def _require_reentrant(module: PipelineModule, section: Any) -> None:
+def _require_reentrant(module: PipelineModule) -> None:
     """Raise TeraPipeConfigError for non-reentrant checkpoints: their first run has a graph already."""
     function = module.activation_checkpoint_func
-    is_asked = isinstance(section, Mapping) and section.get("use_reentrant") is False
     options = getattr(function, "keywords", {})
-    is_given = function is ds_checkpointing.non_reentrant_checkpoint or options.get("use_reentrant") is False
-    if is_asked or is_given:
-        where = "pipeline.use_reentrant = false" if is_asked else "the module's activation_checkpoint_func"
-        raise TeraPipeConfigError(
-            f"terapipe.keep_attention = true: {where} checkpoints without reentry, and such layers run all of their "
-            "forward again; checkpoint with reentry (use_reentrant = true), or leave keep_attention out"
-        )
+    if function is ds_checkpointing.non_reentrant_checkpoint or options.get("use_reentrant") is False:
+        raise TeraPipeConfigError(problem_of_reentry("the module's activation_checkpoint_func"))
 
 
 def kept_calls(module: Any) -> KeptCalls | None:

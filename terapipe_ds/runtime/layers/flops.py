@@ -112,12 +112,12 @@ class StageFlops:
         replica_ranks = grid.get_data_parallel_rank(), grid.get_slice_parallel_rank(), sequence_ranks_of(grid).rank
         self._is_chosen = not any(replica_ranks)
         self._is_counting = False
-        self._deferred = 0
+        self._deferred, self._tokens = 0, 1
         self.totals: Counter[Kind] = Counter()
         self.forward_of: Counter[str] = Counter()  # path of a module -> operations of its forward
 
-    def open_batch(self, training: bool) -> None:
-        """Begin to count when the profiled step begins; count no other batch."""
+    def open_batch(self, training: bool, tokens: int) -> None:
+        """Begin to count when the profiled step begins, whose first micro-batch has `tokens`; count no other batch."""
         engine, is_mine = self._engine, training and self._is_chosen
         # monitors want one count, before their first report
         is_due = engine.flops_profiler_enabled() and engine.global_steps == engine.flops_profiler_profile_step()
@@ -126,22 +126,22 @@ class StageFlops:
         if self._is_counting:
             self.totals.clear()
             self.forward_of.clear()
-            self._deferred = 0
+            self._deferred, self._tokens = 0, max(1, tokens)
 
     def defer(self, micro_batch_id: int, operations: int) -> None:
         """Count a product of the model's forward that a loss leaves to the backward."""
         if self._is_counting and not micro_batch_id:
             self._deferred += operations
 
-    def of_model(self) -> float:
-        """Return the operations that the last counted micro-batch needs on this stage; 0 if none was counted.
+    def of_token(self) -> float:
+        """Return the operations per token of the last counted micro-batch on this stage; 0 if none was counted.
 
-        This is three times the forward's count: recomputation does not count. If parameters are frozen, it is the
+        They are three times the forward's count: recomputation does not count. If parameters are frozen, it is the
         actual count, if that is less.
         """
         forward, counted = self.totals[Kind.FORWARD] + self._deferred, sum(self.totals.values())
         is_trained = all(parameter.requires_grad for parameter in self._engine.module.parameters())
-        return float(3 * forward if is_trained else min(3 * forward, counted))
+        return (3 * forward if is_trained else min(3 * forward, counted)) / self._tokens
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:

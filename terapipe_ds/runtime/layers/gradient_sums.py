@@ -61,11 +61,6 @@ def _add_all(totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         torch._foreach_add_([totals[i] for i in rest], [gradients[i] for i in rest])
 
 
-def _accumulates_in(dtype: torch.dtype) -> bool:
-    """Return whether a program lets products add up in fp16: torch then has no product of fp16 with fp32 results."""
-    return dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
-
-
 class GradientSums:
     """Add to the sums of one optimizer, by parameter."""
 
@@ -104,12 +99,14 @@ class GradientSums:
         total = self._total(weight)
         if len(rows) == 0:  # of a slice without labels; the optimizer knows now that there is a gradient
             return
-        # do as much in one pass over the sum as the device can
+        # do as much in one pass over the sum as the device can; where a program lets products add up in fp16, torch has
+        # no product of fp16 with fp32 results
+        adds_in_fp16 = rows.dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
         if not inputs.is_floating_point():
             total.add_(torch.ops.aten.embedding_dense_backward(rows, inputs, len(weight), -1, False))
         elif total.dtype == rows.dtype:
             total.addmm_(rows.t(), inputs)
-        elif rows.is_cuda and total.dtype == torch.float32 and not _accumulates_in(rows.dtype):
+        elif rows.is_cuda and total.dtype == torch.float32 and not adds_in_fp16:
             torch.addmm(total, rows.t(), inputs, out_dtype=torch.float32, out=total)
         else:
             total.add_(rows.t() @ inputs)

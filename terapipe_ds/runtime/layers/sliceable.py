@@ -254,8 +254,8 @@ def _code_of(function: Any) -> Any:
     return getattr(getattr(function, "__func__", function), "__code__", type(function))
 
 
-def _settings_of(loss_fn: Any) -> list[tuple[str, Any]]:
-    """Return the settings by name that may tell how a loss reduces, and which labels it ignores.
+def _settings_of(loss_fn: Any) -> list[tuple[str, str]]:
+    """Return, as texts, the settings by name that may tell how a loss reduces, and which labels it ignores.
 
     Numbers of an object may count its calls, and a program may lower a float with each step.
     """
@@ -263,8 +263,8 @@ def _settings_of(loss_fn: Any) -> list[tuple[str, Any]]:
     while isinstance(loss_fn, partial):
         keywords, loss_fn = {**loss_fn.keywords, **keywords}, loss_fn.func
     own = getattr(loss_fn, "__dict__", {}).items()
-    settings = [(key, value) for key, value in own if isinstance(value, str) or key == "ignore_index"]
-    return sorted(settings + [(key, value) for key, value in keywords.items() if isinstance(value, (str, int))])
+    settings = [(key, repr(value)) for key, value in own if isinstance(value, str) or key == "ignore_index"]
+    return sorted(settings + [(key, repr(value)) for key, value in keywords.items() if isinstance(value, (str, int))])
 
 
 def _warn_of_unchecked_hooks(module: nn.Module) -> None:

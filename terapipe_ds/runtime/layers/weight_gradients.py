@@ -210,7 +210,7 @@ class WeightGradients:
         `gather` makes all inputs from this rank's, as in `keep`.
         """
         inputs = inputs if gather is None else gather(inputs)
-        if self.sums is not None and self._has_sum(weight):
+        if self.sums is not None and self.sums.has(weight):
             self.sums.add(weight, rows, inputs)
             return
         fresh = _add_product(weight, rows, inputs)
@@ -292,9 +292,10 @@ class WeightGradients:
         active = self._running_slice()
         if active is None or not (weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype):
             return None
-        is_plain = type(weight) in _PLAIN and type(inputs) in _PLAIN
-        # the products here have no conjugates
-        if not is_plain or torch.is_autocast_enabled(inputs.device.type) or weight.is_complex():
+        is_plain = type(weight) in _PLAIN and type(inputs) in _PLAIN and inputs.layout is torch.strided
+        # the products here have no conjugates, and no rows of several lengths
+        is_plain = is_plain and not (inputs.is_nested or weight.is_complex())
+        if not is_plain or torch.is_autocast_enabled(inputs.device.type):
             return None
         # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
         hooked = self._is_hooked(weight)
@@ -402,7 +403,8 @@ def _is_replaced(layer: nn.Module) -> bool:
 
 def _forward_of(layer: nn.Module, gradients: WeightGradients, input: Tensor) -> Tensor:
     forward: Callable[..., Tensor] = type(layer).forward
-    is_torchs = _is_of_torch(forward)
+    # torch's compiler, in a function that the user compiles, would break its graph at each layer
+    is_torchs = not torch.compiler.is_dynamo_compiling() and _is_of_torch(forward)
     if is_torchs and isinstance(layer, nn.Linear) and forward is nn.Linear.forward:
         return gradients.linear(input, layer.weight, layer.bias)
     if is_torchs and isinstance(layer, nn.Embedding) and forward is nn.Embedding.forward:
@@ -475,19 +477,11 @@ class _Linear(torch.autograd.Function):
         try:
             is_of_step = torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0])
         except RuntimeError:  # `torch.autograd.grad` asks for the weight's, which torch does not tell otherwise
-            return _backward(ctx, grad, _product)
+            return _backward(ctx, grad, lambda weight, rows, inputs: rows.t() @ inputs)
         if not is_of_step:
-            return _backward(ctx, grad, _no_product)
+            return _backward(ctx, grad, lambda weight, rows, inputs: None)
         add = ctx.leaf.add
         return _backward_once(ctx, grad, add) if torch.is_grad_enabled() else _backward(ctx, grad, add)
-
-
-def _no_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
-    """Leave the gradient of the weight out."""
-
-
-def _product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor:
-    return rows.t() @ inputs
 
 
 def _backward(ctx: Any, grad: Tensor, add: _Add) -> tuple[Tensor | None, ...]:

@@ -103,7 +103,12 @@ class Plans:
             problem = problem_of_lengths("use_slice_plan", one.lengths, self._token_multiple, self._shortest)
             if problem is not None:
                 raise PlanError(problem)
-        self._check_count(plans)
+        count, lengths = self._engine.micro_batches, {plan.sequence_length for plan in plans}
+        if len(plans) not in (1, count) or len(lengths) != 1:
+            raise PlanError(
+                f"use_slice_plan: {len(plans)} plans for sequences of {sorted(lengths)} tokens: give one plan, or one "
+                f"for each of the {count} micro-batches of a step, all for one length"
+            )
         if schedule == SEARCH:
             fix = "give a name, or the path of a CSV file, as `terapipe plan --schedule search --order FILE` writes it"
             raise PlanError(f"use_slice_plan: schedule {schedule!r} finds no order in the job; {fix}")
@@ -125,14 +130,6 @@ class Plans:
         choice = Choice(plans, schedule)
         self._by_hand[choice.sequence_length] = choice
         return repr(sorted((length, str(one.described())) for length, one in self._by_hand.items()))
-
-    def _check_count(self, plans: Sequence[SlicePlan]) -> None:
-        count, lengths = self._engine.micro_batches, {plan.sequence_length for plan in plans}
-        if len(plans) not in (1, count) or len(lengths) != 1:
-            raise PlanError(
-                f"use_slice_plan: {len(plans)} plans for sequences of {sorted(lengths)} tokens: give one plan, or one "
-                f"for each of the {count} micro-batches of a step, all for one length"
-            )
 
     def require(self, lengths: Sequence[int], training: bool) -> None:
         """Raise an error of the config if it has no slices or no schedule for micro-batches of these lengths.

@@ -44,10 +44,8 @@ def measure_layers(
     """Return the times of a part's layers at the points of its samples, and their share of its `memory`.
 
     A part that trains as a whole may fail layer by layer. Then this warns, and returns None and an empty store. With
-    `trials` this is a collective of tensor-parallel peers, which all get None if one of them fails.
-
-    Raises:
-        TrialError: this rank failed, and peers wait for it inside of a layer.
+    `trials` this is a collective of tensor-parallel peers, which all get None if one of them fails. TrialError says
+    that this rank failed, and that peers wait for it inside of a layer.
     """
     functions = timer.module.forward_funcs
     if not functions:

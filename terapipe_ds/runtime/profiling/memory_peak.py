@@ -27,10 +27,7 @@ class MemoryPeak:
     """Record `grown_bytes`, the largest total inside the block, and `left_bytes`, the total at its end.
 
     Both count from the start of the block; an older tensor that is freed inside it counts as negative. Backwards run in
-    the thread of the block, as they do without an accelerator.
-
-    Raises:
-        RuntimeError: a profiler runs already, or torch has no such recorder; see `is_available`.
+    the thread of the block, as they do without an accelerator. It raises RuntimeError unless `is_available`.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts, state_ranks, state_size
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
-from terapipe_ds.runtime.profiling.key import describe_part, device_name, profile_key
+from terapipe_ds.runtime.profiling.key import describe_part, device_and_threads, profile_key
 from terapipe_ds.runtime.profiling.rounds import noise_warning
 
 T = TypeVar("T")
@@ -131,9 +131,7 @@ class Profiles:
         Links of ranks on other machines are other links, whatever the names of these machines are.
         """
         engine, loss_fn = self._engine, self._engine.module.loss_fn
-        device = torch.device(engine.device)
-        threads = torch.get_num_threads() if device.type == "cpu" else None
-        names = gather((platform.node(), device_name(device), threads), self._groups.world)
+        names = gather((platform.node(), device_and_threads(torch.device(engine.device))), self._groups.world)
         nodes = list(dict.fromkeys(node for node, *_ in names))
         return {
             "granularity_tokens": self._config.granularity_for(length),
@@ -147,7 +145,6 @@ class Profiles:
             "stages": engine.num_stages,
             "contents": VERSION,  # grows when more is measured
             "ranks": [[nodes.index(node), *of_rank] for node, *of_rank in names],
-            "products": torch.backends.cuda.matmul.fp32_precision,  # "tf32" multiplies up to eight times as fast
             "offload_activations": self._config.offload_activations,
             **({"keeps_logits": False} if hasattr(loss_fn, "of_hidden") else {}),
             **({"compile": True} if self._config.compile else {}),

@@ -75,8 +75,7 @@ class LayerByLayer:
     def __call__(self, inputs: Any) -> Any:
         """Return the outputs of the last layer, without the graph behind them.
 
-        Raises:
-            TypeError: a layer hands on anything but tensors in containers that torch knows.
+        Raise TypeError if a layer hands on anything but tensors in containers that torch knows.
         """
         values = _apart(inputs, self._handed[0])
         for function in self._functions:
@@ -214,8 +213,6 @@ class SliceTimer:
 
     def layer_seconds(self, tokens: int, prefix: int = 0) -> list[tuple[float, float, float, float]]:
         """Return the seconds of F, of B with W, of W alone and of attention that may be kept, of every layer.
-
-        The slice comes after `prefix` tokens.
 
         Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation
         checkpointing a layer's B includes its F, but not the F of the loss, nor attention that is kept.

@@ -119,8 +119,9 @@ class FirstBatchCheck:
         has_slices, has_foreign_layers, is_more = self._agree(sliced, needs_loss)
         if not (has_slices or (ends and training)):
             return
-        if not training and self._warns:
-            self._warn(has_foreign_layers)
+        if not training and self._warns and has_foreign_layers and torch_dist.get_rank() == 0:
+            logger.warning("%s", _NOT_YET)
+        self._warns &= training  # once
         if not (training or needs_loss):
             return
         # layers that agreed on an earlier batch are not compared again, if only the loss waits
@@ -150,12 +151,6 @@ class FirstBatchCheck:
         self._loss_waits = not self._is_done
         if torch_dist.get_rank() == 0 and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
-
-    def _warn(self, has_foreign_layers: bool) -> None:
-        """Warn once, if layers of other authors are evaluated that no training batch has compared."""
-        self._warns = False
-        if has_foreign_layers and torch_dist.get_rank() == 0:
-            logger.warning("%s", _NOT_YET)
 
     def _that_show_more(self, micro_batches: Sequence[MicroBatchInFlight]) -> list[MicroBatchInFlight]:
         """Return the micro-batches with slices, long ones and those with several rows first; later only what is new."""
@@ -287,6 +282,7 @@ class FirstBatchCheck:
             # try layers that cannot run on a few tokens on all tokens
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
+        self._labels = []
         get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
         return result
 

@@ -322,9 +322,9 @@ class LayerCheck:
             if name not in saved or not all(map(torch.is_tensor, (whole, sliced))):
                 if not outputs_differ and _is_updated_per_call(old, whole, sliced, plan.num_slices, tolerance):
                     self.counters.append(name)
-            elif outputs_differ and not torch.equal(old, whole):
+            elif outputs_differ and not same(old, whole):
                 self.faults.append(f"each call changes the buffer {name}, which later slices see")
-            elif not outputs_differ:
+            elif not (outputs_differ or same(whole, sliced)):  # a constant may be NaN
                 allowed = tolerance if whole.is_floating_point() else compare.EXACT
                 apart = compare.compare(f"buffer {name}", sliced, whole, allowed)
                 if apart is not None:
@@ -433,16 +433,16 @@ class LayerCheck:
 
 def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices: int, tolerance: Tolerance) -> bool:
     """Return whether a number or tensor counts calls, or is a mean over calls; not if it remembers a length."""
-    values = before, of_whole, of_slices
-    kinds = {(type(each), getattr(each, "shape", None)) for each in values}
-    if len(kinds) > 1 or before is None or getattr(before, "dtype", None) == torch.bool:
+    kinds = {(type(each), getattr(each, "shape", None)) for each in (before, of_whole, of_slices)}
+    is_bool = getattr(before, "dtype", None) == torch.bool
+    if len(kinds) > 1 or before is None or is_bool or same(before, of_whole):
         return False
-    is_float = isinstance(before, float) or (torch.is_tensor(before) and before.is_floating_point())
-    dtype = torch.float64 if is_float else None
-    old, whole, sliced = (torch.as_tensor(each, dtype=dtype, device="cpu") for each in values)
-    is_other = compare.compare("", sliced, whole, tolerance) is not None
-    is_kept = bool(((old == whole) | (old != old) & (whole != whole)).all())  # a constant that is not a number as well
-    return not is_kept and (is_other if is_float else torch.equal(sliced - old, (whole - old) * num_slices))
+    if isinstance(before, int):  # of any size, such as a seed
+        return bool(of_slices - before == (of_whole - before) * num_slices)
+    if isinstance(before, float) or before.is_floating_point():
+        sliced, whole = (torch.as_tensor(each, dtype=torch.float64, device="cpu") for each in (of_slices, of_whole))
+        return compare.compare("", sliced, whole, tolerance) is not None
+    return torch.equal(of_slices - before, (of_whole - before) * num_slices)
 
 
 def _has_functions(outputs: Sequence[Tensor]) -> bool:

@@ -110,9 +110,10 @@ def test_a_state_may_be_a_number() -> None:
     assert handed_on(x.sum(), x).item() == 6.0
 
 
-def test_in_evaluation_the_newest_state_alone_is_kept() -> None:
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+def test_in_evaluation_the_newest_state_alone_is_kept(grad_mode: Any) -> None:
     sums = Sums()
-    with torch.no_grad():
+    with grad_mode():
         sums.forward(0, "eval")
         live = sums.store.pool.live_bytes
         sums.forward(1, "eval")

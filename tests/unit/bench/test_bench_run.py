@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -157,7 +158,17 @@ def test_a_system_that_learned_something_else_is_an_error() -> None:
     sliced = result(loss=5.001)["runs"][1]
     assert "its loss in step 1 is 5.101000, that of deepspeed 1f1b 5.100000" in sliced["error"]
     assert "step_s" not in sliced
-    assert "nan" in result(loss=float("nan"))["runs"][1]["error"]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_losses_that_are_not_finite_are_errors(loss: float) -> None:
+    """JSON has no such numbers; equal ones of all systems were rows, and the command lost all that it had measured."""
+    records = ranks()
+    for found in records:
+        for run in found["runs"]:
+            run["losses"] = [known and loss for known in run.get("losses", ())]
+    rows = result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, records)["runs"][:2]
+    assert [f"its loss in step 1 is {loss}: give" in row["error"] for row in rows] == [True, True]
 
 
 @pytest.mark.parametrize(("autocast", "tolerance"), [
@@ -406,6 +417,7 @@ def test_costs_are_those_of_the_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     plain, halves = asked
     assert (plain["recompute"], plain["links"], plain["partition"]) == ("full", {"forward": "bf16"}, [0, 3, 7])
     assert plain["planner"] == {"cache_dir": str(tmp_path / "costs")} and plain["slices"] == "auto"
+    assert plain["granularity_tokens"] == job.shortest
     assert "partition" not in halves and not {"trace_dir", "schedule_options"} & plain.keys()
 
 
@@ -552,12 +564,14 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     assert command.job_of(arguments()).gpt is None  # on the CPU as before
 
 
-@pytest.mark.parametrize(("words", "granularity"), [
-    ("--sequence-length 64 --slices 4", 16), ("--sequence-length 64 --slices 4 --granularity 32", 32),
-    ("--sequence-length 64 --slices plan", 64), ("", 64),
+@pytest.mark.parametrize(("words", "granularity", "shortest"), [
+    ("--sequence-length 64 --slices 4", 16, 16), ("--sequence-length 64 --slices 4 --granularity 32", 32, 16),
+    ("--sequence-length 64 --slices plan", 64, 64), ("", 64, 64), ("--sequence-length 64 --slices 40,8,16", 64, 8),
 ])  # fmt: skip
-def test_a_default_granularity_fits_the_slices(words: str, granularity: int) -> None:
-    assert command.job_of(arguments(*words.split())).granularity == granularity
+def test_a_default_granularity_fits_the_slices(words: str, granularity: int, shortest: int) -> None:
+    """Costs are measured for slices that are named, too: without theirs all that the run measured was lost."""
+    job = command.job_of(arguments(*words.split()))
+    assert (job.granularity, job.shortest) == (granularity, shortest)
 
 
 @pytest.mark.parametrize(("words", "told"), [

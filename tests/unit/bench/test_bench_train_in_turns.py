@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from terapipe_ds.bench import train_in_turns
 from terapipe_ds.bench.cases import Job
+from terapipe_ds.bench.drivers.base import Driver
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.bench.ranks import Workload
 from terapipe_ds.runtime.profiling import slice_timer
@@ -59,3 +61,40 @@ def test_a_message_takes_half_of_its_way_there_and_back(monkeypatch: pytest.Monk
     for alone in (dataclasses.replace(work, stages=1), work):  # nothing is replayed on devices
         device = "cpu" if alone.stages == 1 else "cuda"
         assert train_in_turns.measure_links(dataclasses.replace(job, work=alone, device=device), [3]) == {}
+
+
+class CountingSteps(torch.optim.SGD):
+    """Count steps by ints, as DeepSpeed's Adam does, and let updates depend on the count."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                parameter.data -= group["lr"] / state["step"]
+
+
+class LearnsByItself(Driver):
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.optimizer = CountingSteps([self.weight], lr=0.5)
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=9)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.weight]
+
+    def step(self, micro_batches: Any) -> float:
+        self.optimizer.step()
+        self.scheduler.step()
+        return float(self.weight.detach().sum())
+
+
+def test_steps_before_a_restart_change_nothing_after_it() -> None:
+    """Systems that skip an accumulation have made fewer steps: their losses differed, and they were errors."""
+    driver = LearnsByItself()
+    driver.remember_start()
+    losses = []
+    for steps in (5, 3):
+        losses.append([driver.step(()) for _ in range(steps)])
+        driver.restart()
+    assert losses[0][:3] == losses[1] and len({*losses[0]}) == 5

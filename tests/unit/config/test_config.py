@@ -213,7 +213,13 @@ def test_other_sections_are_no_misspelling() -> None:
     assert not TeraPipeConfig.from_deepspeed({name: {"enabled": True} for name in others} | {"terapip": 1}).enabled
 
 
-def test_folders_may_be_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_folders_may_be_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "order.csv").write_text("F0.0,B0.0\nF0.0,B0.0\n")
+    section = {"schedule": "~/order.csv", "slices": 1, "strategy": "~/s.json", "planner": {"profile": "~/p.json"}}
+    config = TeraPipeConfig(enabled=True, **section)
+    files = config.schedule, config.strategy, config.planner.profile
+    assert files == tuple(str(tmp_path / name) for name in ("order.csv", "s.json", "p.json"))
     monkeypatch.setenv("HOME", "/home/me")
     config = read({"trace_dir": "~/traces", "planner": {"cache_dir": "~/profiles"}})
     assert (config.trace_dir, config.planner.cache_dir) == ("/home/me/traces", "/home/me/profiles")
@@ -295,14 +301,12 @@ def test_options_that_a_schedule_takes(name: str, options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(("name", "options", "message"), [
     ("dapple", {"policy": "C"}, "policy is 'C': give 'A' "),
-    ("dapple", {"warm_up": "B"}, "takes no option 'warm_up': leave it out; it takes policy"),
     ("dapple", {"forward_only": "B"}, "takes no option 'forward_only'"),
     ("seq1f1b", {"policy": "B"}, "takes no option 'policy': leave it out"),
     ("zbv", {"slots": "4"}, "takes no option 'slots': leave it out; it takes max_live_slices"),
     ("zbv", {"max_live_slices": 1}, "max_live_slices is 1: a stage holds a whole micro-batch at once, 2 x 1 sl"),
     ("zbv", {"max_live_slices": "all"}, "max_live_slices is 'all': give a number of slices, None for no limit"),
     ("auto", {"policy": "B"}, "with the name of one schedule, not with 'auto'"),
-    ("dapple", {"policy": [2]}, "must be an object"),
     ("dapple", {1: "B"}, "must be an object"),
 ])  # fmt: skip
 def test_options_that_it_does_not_take(name: str, options: Any, message: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 from terapipe_ds.cli import main
 from terapipe_ds.compat import versions
 from terapipe_ds.doctor import Check, Line, deepspeed_json, installation, look, machine
-from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
+from terapipe_ds.files.user_json import CommandError, read_json
 from terapipe_ds.messages import colored
 from tests.processes import ROOT, run_python
 
@@ -45,6 +45,14 @@ def test_a_check_that_raises_is_a_line() -> None:
     (line,) = look(Check("fragile", broken))
     assert (line.verdict, line.name) == ("fail", "fragile") and line.fix
     assert line.found.startswith("OSError: ") and "no such" in line.found and "\x1b" not in line.found
+
+
+def test_a_check_that_fails_midway_keeps_its_lines(tmp_path: Path) -> None:
+    """A section that is no object is a fault of the config, which DeepSpeed names, and no end of the report."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**USUAL, "bf16": True}))
+    lines = found(lambda: deepspeed_json.findings(deepspeed_json.read(str(path)), 3, 2))
+    assert [line.name for line in lines[:2]] == ["file", "DeepSpeed"] and lines[-1].verdict == "fail"
 
 
 def test_what_is_needed_and_missing_is_said() -> None:
@@ -210,7 +218,21 @@ def test_a_healthy_config(tmp_path: Path) -> None:
     ({"zero_optimization": {"stage": 3}}, "refused", "fail", "zero_optimization.stage = 3"),
     ({"terapipe": {}}, "section", "note", "DeepSpeed's own engine trains"),
     ({"train_batch_size": 5}, "batch", "fail", "1 x 4 x 2 replicas is 8"),
-    ({"gradient_accumulation_steps": "auto"}, "refused", "fail", "gradient_accumulation_steps = \"auto\""),
+    ({"gradient_accumulation_steps": "auto"}, "auto", "warning", "gradient_accumulation_steps = \"auto\""),
+    ({"gradient_accumulation_steps": "auto"}, "batch", "ok", "train_micro_batch_size_per_gpu 1"),
+    ({"bf16": {"enabled": "auto"}}, "section", "ok", "4 slices, the precision of Trainer or torch.autocast"),
+    ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "section", "ok", "the precision of Trainer or"),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "refused", "fail", "float16\" with 3 stages"),
+    ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps", "fail", "= 2.5"),
+    ({"gradient_accumulation_steps": 2.5}, "register", "ok", "only a TeraPipeEngine"),
+    ({"pipeline": {"activation_checkpoint_interval": 2}, "terapipe": {"enabled": True, "recompute": "full"}},
+     "recompute", "fail", "terapipe.recompute = 'full'"),
+    ({"pipeline": {"activation_checkpoint_interval": 1}, "terapipe": {"enabled": True, "recompute": [0, 2]}},
+     "recompute", "fail", "terapipe.recompute = [0, 2]"),
+    ({"pipeline": {"activation_checkpoint_interval": 1}, "terapipe": {"enabled": True, "recompute": [0, 2, 1]}},
+     "register", "ok", "only a TeraPipeEngine"),
+    ({"pipeline": {"use_reentrant": False}, "terapipe": {"enabled": True, "recompute": "full", "keep_attention": True}},
+     "refused", "fail", "terapipe.keep_attention = true"),
     ({"terapipe": {"enabled": True, "schedule": "chimera", "slices": 2}}, "schedule", "fail", "chimera on 3 stages"),
     ({"terapipe": {"enabled": True}}, "planner.cache_dir", "note", "measured anew at each start"),
     ({"terapipe": {"enabled": True, "partition": [0, 3, 9]}}, "partition", "fail", "2 parts, and seq1f1b"),
@@ -255,9 +277,8 @@ def test_the_sizes_of_a_batch_are_judged_as_by_deepspeed() -> None:
         return True
 
     for sizes in itertools.product((None, 1, 3), (None, 1, 2, 3), (None, 1, 2, 6, 7, 12)):
-        keys = DeepSpeedJson({name: size for name, size in zip(names, sizes, strict=True) if size})
         for replicas in (None, 1, 2, 3):
-            (line,) = deepspeed_json._batch(keys, replicas)
+            (line,) = deepspeed_json._batch(dict(zip(names, sizes, strict=True)), replicas)
             taken = any(is_taken(sizes, count) for count in ([replicas] if replicas else range(1, 13)))
             refused = "fail" if sizes[0] or sizes[2] else "warning"
             assert line.verdict == ("ok" if taken else refused) and bool(line.fix) is not taken, (sizes, replicas, line)
@@ -299,9 +320,10 @@ def test_a_strategy_has_the_sizes_of_the_batch(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)  # a long path would be cut short
     words = "--model nano --device cpu-core --devices 2 --stages 2 --global-batch 4 --sequence-length 64"
     assert main(["strategy", *words.split(), "--strategy-out", "mine.json"]) == 0
-    Path("ds.json").write_text(json.dumps({"terapipe": {"enabled": True, "strategy": "mine.json"}}))
-    lines = [line for line in deepspeed_json.findings(deepspeed_json.read("ds.json"), 2, 1) if line.name == "batch"]
-    assert [line.verdict for line in lines] == ["ok"] and "train_batch_size 4" in lines[0].found
+    for sizes in ({}, {"train_batch_size": "auto"}):
+        Path("ds.json").write_text(json.dumps(sizes | {"terapipe": {"enabled": True, "strategy": "mine.json"}}))
+        lines = [line for line in deepspeed_json.findings(deepspeed_json.read("ds.json"), 2, 1) if line.name == "batch"]
+        assert [line.verdict for line in lines] == ["ok"] and "train_batch_size 4" in lines[0].found
 
 
 def test_an_order_for_other_stages(tmp_path: Path) -> None:

@@ -362,12 +362,24 @@ def test_impossible_setups(changes: dict[str, Any], message: str) -> None:
     # A sequence in one slice does not use the store.
     ("terapipe", 1, 2, (5,), PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40), (7 + 2 * 5 * 50,)),
     ("terapipe", 1, 2, (3, 2), PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40), (7 + 2 * 5 * 110 + 5000,)),
+    # Most at the last W: the factors of all five tokens wait, and copies of one weight's take the place of what a B
+    # works on.
+    ("seq1f1b-zb", 1, 1, (3, 2), PartMemory(7, 6, weight_bytes_per_token=6, joined_tokens=9, working_bytes=1,
+     working_factor_bytes_per_token=2, working_copied_bytes_per_token=4), (7 + 5 * 6 + 1 + 5 * 4,)),
 ])  # fmt: skip
 def test_peaks_worked_by_hand(
     schedule: str, stages: int, m: int, lengths: tuple[int, ...], part: PartMemory, peaks: tuple[int, ...]
 ) -> None:
     replay = Replay(build(schedule, stages, m, len(lengths)))
     assert replay.peak_bytes(SlicePlan(lengths), MemoryModel((part,) * stages)) == peaks
+
+
+@pytest.mark.parametrize("outstanding", [1, 2, 3])
+def test_messages_count_up_to_their_budget(outstanding: int) -> None:
+    """Stage 0 answers no message of a backward, so that only the budget tells stage 1 that some have arrived."""
+    memory = MemoryModel((PartMemory(0, 0, working_sent_bytes_per_token=100),) * 2)
+    spans = [[(i, i + 1) for i in range(5)]]
+    assert max(bytes_of_stage(build("terapipe", 2, 1, 5), 1, spans, memory, outstanding)) == 100 * outstanding
 
 
 def fill_drain_peak_bytes(

@@ -94,7 +94,6 @@ def test_a_plan_is_judged_with_the_options(name: str, options: dict[str, Any]) -
 @pytest.mark.parametrize(("schedule", "options", "message"), [
     ("auto", {"policy": "B"}, "not with 'auto'"),
     ("dapple", {"policy": "C"}, "give 'A'"),
-    ("seq1f1b", {"policy": "A"}, "takes no option 'policy'"),
     ("dapple", {"forward_only": True}, "takes no option 'forward_only'"),
 ])  # fmt: skip
 def test_refused_options(schedule: str, options: dict[str, object], message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import terapipe_ds
 from terapipe_ds import run
 from terapipe_ds.run import main, split_arguments
+from tests.processes import ROOT, run_python
 
 SCRIPT = """
 import json, sys
@@ -74,6 +75,17 @@ def test_the_script_runs_as_if_started_itself(script: Path, tmp_path: Path, monk
     assert argv == [str(script), "--local_rank=3", "--steps", "2", out]
     assert number == 7, "modules beside the script can be imported"
     assert registered is True
+
+
+def test_a_safe_path_keeps_its_folders(tmp_path: Path) -> None:
+    """Python puts no folder of a script in front then: the first one is the user's, and was replaced."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/neighbour.py").write_text("NUMBER = 7\n")
+    (tmp_path / "train.py").write_text("import neighbour\nprint(neighbour.NUMBER)\n")
+    paths = os.pathsep.join(map(str, [tmp_path / "mine", ROOT]))
+    command = "-m", "terapipe_ds.run", tmp_path / "train.py"
+    ended = run_python(*command, folder=tmp_path, PYTHONSAFEPATH="1", PYTHONPATH=paths)
+    assert ended.returncode == 0 and ended.stdout.endswith("7\n"), ended.stderr
 
 
 def test_each_stream_gets_a_queue_unless_the_user_says_otherwise(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

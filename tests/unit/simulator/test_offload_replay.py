@@ -84,7 +84,9 @@ def test_a_critical_path_has_no_gaps(rate: float) -> None:
 def test_a_slice_whose_backward_is_near_is_never_away() -> None:
     (order,) = build("1f1b", 1, 4, 1).orders
     assert offloaded_until(order) == {}
-    (order,) = build("gpipe", 1, 4, 1).orders
+    # F0 F1 F2 F3 B0 ...: between its copies out and back a slice must be away for one whole computation
+    (near,), (order,) = (build("gpipe", 1, m, 1).orders for m in (4, 5))
+    assert offloaded_until(near) == {} and len(offloaded_until(order)) == 5
     back = {(a.part_id, a.unit): i for i, a in enumerate(order) if a.kind is Kind.BACKWARD}
     forward = {(a.part_id, a.unit): i for i, a in enumerate(order) if a.kind is Kind.FORWARD}
     for key, until in offloaded_until(order).items():

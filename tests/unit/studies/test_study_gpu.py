@@ -15,6 +15,8 @@ from terapipe_ds.bench.table import render
 from terapipe_ds.cli import main
 from terapipe_ds.costs.profile import CostSample, PartProfile, Profile, ProfileKey
 
+measured_layer = gpu.measured_layer
+
 
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +82,5 @@ def test_it_needs_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         gpu.main(["layer"])
     assert "torch sees no CUDA device here" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="DeepSpeed measures on cpu, and cuda was asked for: unset DS_ACCELERATOR"):
+        measured_layer((32, 2, 1, 16, 64, True), 64, "cuda")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import terapipe_ds
-from terapipe_ds.costs import analytic_costs, model_size
-from terapipe_ds.costs.model_sizes import ModelSize
+from terapipe_ds.costs.analytic import analytic_costs
+from terapipe_ds.costs.model_sizes import ModelSize, model_size
 from terapipe_ds.planner import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.config_json import size_of_config
 from terapipe_ds.planner.layers.counted import CountedLayers

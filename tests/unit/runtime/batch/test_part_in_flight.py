@@ -114,6 +114,14 @@ def test_a_batch_keeps_slices_by_unit_and_ends_with_none() -> None:
             batch.assert_done(expected_peak=wrong)
 
 
+def test_slices_join_until_a_rank_has_4096_rows() -> None:
+    """Of two sequences of 4,096 tokens in slices of 1,024, which one, two or four ranks divide."""
+    micro_batch = in_flight.MicroBatchInFlight(SlicePlan((1024,) * 4), MicroBatchShape(2, 4096))
+    batch = in_flight.BatchInFlight(build("seq1f1b", 1, 1, 4), 0, True, [micro_batch])
+    joined = [sorted(sorted(s for *_, s in group) for group in batch.weight_groups(ranks)) for ranks in (1, 2, 4)]
+    assert joined == [[[0, 1], [2, 3]], [[0, 1, 2, 3]], [[0, 1, 2, 3]]]
+
+
 def test_packed_rows_run_other_kernels() -> None:
     """Two batches that differ in nothing else: the first of each kind may load kernels, which waits for the device."""
 

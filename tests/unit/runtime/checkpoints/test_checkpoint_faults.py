@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -150,6 +151,22 @@ def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_g
         if len(tried) <= number:
             break
     assert number >= 36, "four kinds of error and three orders of tags make 430 cases"
+
+
+def test_the_disk_has_the_files_before_their_list_and_the_name_before_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+
+    def flush(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}")).relative_to(tmp_path)
+        flushed.append(re.sub(r"\.(.+)\.[0-9a-f]+\.(?:tmp|saving)", r"\1", path.name))  # without random parts
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    OneRank(tmp_path).save("a", steps=1)
+    # each name is in its folder's own data: "a" is its folder during the save, "" holds the folder and `latest`
+    assert flushed == [*FILES, MANIFEST, "a", "", "latest", ""]
 
 
 def test_a_full_disk_is_named_although_torch_hides_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

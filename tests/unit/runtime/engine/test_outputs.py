@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
@@ -16,7 +19,7 @@ from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss_weights import weighted_loss
 from terapipe_ds.runtime.engine.batch_results import BatchResults, accumulated, joined, sum_of_slices
-from terapipe_ds.runtime.engine.deepspeed_faults import count_nothing_as_zero
+from terapipe_ds.runtime.engine.deepspeed_faults import count_nothing_as_zero, missing_loss_scale
 from terapipe_ds.runtime.verify.tokens import Slicing
 
 PLAN = SlicePlan((4, 2, 1))
@@ -58,6 +61,19 @@ def results_of(
 
 def without_zeros(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+@pytest.mark.parametrize("kind", [FP16_Optimizer, FP16_UnfusedOptimizer])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_set_by_a_program", [False, True])
+def test_the_loss_scale_is_that_of_the_optimizers_own_backward(
+    kind: Any, dtype: torch.dtype, is_set_by_a_program: bool
+) -> None:
+    optimizer, weight = object.__new__(kind), torch.ones((), requires_grad=True)
+    optimizer.loss_scale_config = LossScaleConfig(dtype, False, 64.0, None)
+    optimizer.custom_loss_scaler, optimizer.external_loss_scale = is_set_by_a_program, 8.0
+    optimizer.backward(3.0 * weight)
+    assert weight.grad is not None and weight.grad.item() == 3.0 * missing_loss_scale(optimizer)
 
 
 class TestLossesOfNaN:

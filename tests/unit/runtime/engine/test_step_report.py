@@ -91,7 +91,7 @@ def test_what_steps_took() -> None:
 @pytest.mark.parametrize(("device", "dtype", "card"), [
     ("NVIDIA H100 80GB HBM3", "bf16", "h100"), ("NVIDIA A100-SXM4-40GB", "fp16", "a100-40gb"),
     ("Tesla V100-SXM2-16GB", "fp16", "v100"), ("NVIDIA H200", "fp32", "h200"), ("NVIDIA H100 PCIe", "bf16", None),
-    ("NVIDIA H100 NVL", "bf16", None), ("NVIDIA A10G", "bf16", None), ("NVIDIA H200 MIG 1g.18gb", "bf16", None),
+    ("NVIDIA H100 NVL", "bf16", None), ("NVIDIA A10G", "bf16", "a10g"), ("NVIDIA H200 MIG 1g.18gb", "bf16", None),
     ("NVIDIA GeForce RTX 4090", "bf16", "4090"), ("NVIDIA GeForce RTX 4090 D", "bf16", None),
     ("AMD Instinct MI300X", "bf16", "mi300x"), ("Tesla T4", "fp16", "t4"), ("NVIDIA GB200", "bf16", "gb200"),
 ])  # fmt: skip

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from torch import distributed
 
 from terapipe_ds.runtime.failures import store as module
-from terapipe_ds.runtime.failures.report import OUTSIDE, PastAction, RankRecord, RankState, printable
+from terapipe_ds.runtime.failures.report import CLOSED, OUTSIDE, Doing, PastAction, RankRecord, RankState, printable
 from terapipe_ds.runtime.failures.store import Failure, WatchStore
 from tests.fuzz.damage import json_files
 from tests.fuzz.outcome import cases
@@ -125,6 +125,41 @@ def test_what_another_thread_asks_meanwhile_is_no_sign_that_the_store_is_gone(
     monkeypatch.setattr(watch, "_read", read_then_be_overtaken)
     assert len(watch.live_states(0.0)) == 2
     others[0].join()
+
+
+def test_a_store_that_owes_an_answer_gets_no_further_question(
+    watch: WatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, asked = threading.Event(), list[str]()
+
+    def slow(store: object) -> None:
+        asked.append("first")
+        goes_on.wait(30.0)
+
+    monkeypatch.setattr(module, "_SILENT_S", 0.01)
+    assert watch._ask(slow) is None and watch._ask(lambda store: asked.append("second")) is None
+    monkeypatch.setattr(module, "_SILENT_S", 30.0)
+    goes_on.set()
+    while watch._is_gone:
+        time.sleep(0.001)
+    assert watch._ask(lambda store: asked.append("third") or True) and asked == ["first", "third"]
+
+
+@pytest.mark.parametrize(("beat", "places"), [
+    ([1, 0.0, CLOSED], {"done": [1]}),
+    ([1, 0.0, "", 1], {"in a batch": [1]}),
+    ([1, 0.0, "", 0, 1, "load_checkpoint"], {"in load_checkpoint": [1]}),
+    ([1, 0.0, OUTSIDE], {}),  # it may come
+    ([1, 0.0, "", 0, 1, "save_checkpoint"], {}), ([1, 0.0, CLOSED, 0, 2, "save_checkpoint"], {}),  # it has come
+])  # fmt: skip
+def test_who_cannot_come_to_a_call(watch: WatchStore, beat: list[Any], places: dict[str, list[int]]) -> None:
+    call = Doing("save_checkpoint", is_long=True)
+    watch._record.enter(call)
+    write(watch, "beat/1", json.dumps(beat))
+    watch.look()
+    assert watch.elsewhere(call) == places
+    watch._record.note("F0.0")
+    assert watch.elsewhere(call) == {}, "the numbers of a call that has ended may be of the next one"
 
 
 class TestSilence:

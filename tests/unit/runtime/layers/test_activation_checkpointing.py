@@ -126,17 +126,18 @@ def module_of(function: Any) -> Any:
     return SimpleNamespace(activation_checkpoint_interval=0, activation_checkpoint_func=function, **fields)
 
 
-@pytest.mark.parametrize(("function", "section", "named"), [
-    (ds_checkpointing.checkpoint, {"use_reentrant": False}, "pipeline.use_reentrant = false"),
-    (ds_checkpointing.non_reentrant_checkpoint, {}, "the module's activation_checkpoint_func"),
-    (NON_REENTRANT, {}, "the module's activation_checkpoint_func"),
-])  # fmt: skip
-def test_non_reentrant_layers_do_not_keep_attention(function: Any, section: dict[str, Any], named: str) -> None:
-    config, module = TeraPipeConfig(enabled=True, recompute="full", keep_attention=True), module_of(function)
-    with pytest.raises(TeraPipeConfigError, match=f"keep_attention = true: {named}.*or leave keep_attention out"):
-        set_recompute(module, config, {"pipeline": section})
+@pytest.mark.parametrize("function", [ds_checkpointing.non_reentrant_checkpoint, NON_REENTRANT])
+def test_non_reentrant_layers_do_not_keep_attention(function: Any) -> None:
+    section = {"enabled": True, "recompute": "full", "keep_attention": True}
+    config, module = TeraPipeConfig(**section), module_of(function)
+    refused = "keep_attention = true: {}.*or leave keep_attention out"
+    with pytest.raises(TeraPipeConfigError, match=refused.format("the module's activation_checkpoint_func")):
+        set_recompute(module, config, {})
     module.activation_checkpoint_func = ds_checkpointing.checkpoint
     set_recompute(module, config, {"pipeline": {"use_reentrant": True}})
+    with pytest.raises(TeraPipeConfigError, match=refused.format("pipeline.use_reentrant = false")):
+        TeraPipeConfig.from_deepspeed({"pipeline": {"use_reentrant": False}, "terapipe": section})
+    assert TeraPipeConfig.from_deepspeed({"pipeline": {"use_reentrant": True}, "terapipe": section}) == config
 
 
 def kept_gradients(function: Any, layer: Any, lengths: Any = (8,), saving: Any = None) -> tuple[Tensor, Tensor]:

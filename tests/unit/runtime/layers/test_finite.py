@@ -126,6 +126,15 @@ def run(stage: Stage, check: FiniteCheck, inputs: Tensor) -> str:
         return said(check)
 
 
+def test_infinities_of_masks_are_no_mistake() -> None:
+    """A mask comes behind the hidden states, is handed on at any place, and needs no gradient."""
+    mask = torch.full((2, 3), -math.inf)
+    stage = Stage(nn.Linear(3, 3), lambda x: (x, mask), lambda both: both[::-1], lambda both: both[1])
+    assert run(stage, check_of(stage), torch.ones(2, 3)) == ""
+    made = Stage(nn.Linear(3, 3), lambda x: (x, x / 0.0), lambda both: both[0])  # no mask: it has a gradient
+    assert "layer 1 (<lambda>)" in run(made, check_of(made), torch.ones(2, 3))
+
+
 def test_nothing_is_left_behind() -> None:
     store, stage = SliceStore(), Stage(nn.Linear(3, 3), torch.tanh, nn.Linear(3, 3))
     layers = list(stage.forward_funcs)

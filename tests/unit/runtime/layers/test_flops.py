@@ -21,7 +21,7 @@ def counted(run: Callable[[], Any]) -> int:
     grid = SimpleNamespace(get_data_parallel_rank=ALONE, get_slice_parallel_rank=ALONE)
     engine = SimpleNamespace(grid=grid, flops_profiler_enabled=lambda: False)
     flops = StageFlops(engine, counts_first=True)  # type: ignore[arg-type]
-    flops.open_batch(training=True)
+    flops.open_batch(training=True, tokens=TOKENS)
     with flops.around(Action(Kind.FORWARD, 0, 0)):
         run()
     return flops.totals[Kind.FORWARD]

@@ -4,11 +4,12 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terapipe_ds.runtime.layers import gradient_sums
-from terapipe_ds.runtime.layers.gradient_sums import _add_all
+from terapipe_ds.runtime.layers.gradient_sums import OwnSums, _add_all
 
 SIZES = (3, 5, 8, 40)
 
@@ -43,3 +44,14 @@ def test_the_sums_are_those_of_one_addition_each(monkeypatch: Any) -> None:
         _add_all(totals, gradients)
     assert all(map(torch.equal, totals, expected)) and list(calls.tensors.values()) == [len(SIZES)]
     _add_all([], [])
+
+
+def test_a_slice_without_rows_leaves_zeros_and_a_bias_is_summed_in_the_dtype_of_the_sum() -> None:
+    """An optimizer leaves out what had no gradient: replicas without labels would reduce other gradients."""
+    layer, rows = nn.Linear(3, 4, dtype=torch.bfloat16), torch.randn(64, 4).bfloat16()
+    sums = OwnSums(layer)
+    assert sums.so_far(layer.weight) is None
+    sums.add(layer.weight, rows[:0], rows[:0, :3])
+    assert sums.so_far(layer.weight).tolist() == [[0.0] * 3] * 4
+    sums.add_bias(layer.bias, rows)
+    torch.testing.assert_close(sums.so_far(layer.bias), rows.double().sum(dim=0).float())

@@ -1,5 +1,6 @@
 """Layers that cannot be trained in slices, found where the model is built."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.layers.compiled import compile_layer
-from terapipe_ds.runtime.layers.sliceable import check_compile_call, problem_of_layers
+from terapipe_ds.runtime.layers.sliceable import ModelChanges, check_compile_call, problem_of_layers
 from terapipe_ds.runtime.layout.sequence_axis import slice_length_multiple, with_multiple
 
 
@@ -134,6 +135,30 @@ def test_compile_of_the_engine_is_refused_where_sequences_are_cut() -> None:
     with pytest.raises(TeraPipeConfigError, match=r"engine.compile\(\) layers are compiled by torch.compile"):
         check_compile_call(may_cut=True)
     check_compile_call(may_cut=False)
+
+
+class Ignoring:
+    """A loss that ignores several labels, or whose call and whose object name the same setting."""
+
+    def __init__(self, ignore_index: Any) -> None:
+        self.ignore_index = ignore_index
+
+    def __call__(self, outputs: torch.Tensor, labels: torch.Tensor, ignore_index: int = 0) -> torch.Tensor:
+        return outputs.sum()
+
+
+@pytest.mark.parametrize("keywords", [{}, {"ignore_index": 3}])
+@pytest.mark.parametrize("ignored", [[0, -100], {0, -100}, None])
+def test_settings_of_a_loss_may_be_of_any_kind(ignored: Any, keywords: dict[str, int]) -> None:
+    module, loss = nn.Sequential(nn.Linear(4, 4)), Ignoring(ignored)
+    module.loss_fn = partial(loss, **keywords)  # type: ignore[assignment]
+    changes = ModelChanges(module)
+    seen = []
+    for other in (ignored, ignored, [0]):
+        loss.ignore_index = other
+        seen.append(changes.since_the_last_batch())
+        changes.batch_came()
+    assert seen == [2, 0, 2]
 
 
 class TestMultiples:

@@ -332,6 +332,75 @@ def test_a_gradient_of_another_dtype_is_left_to_autograd(products: list[bool]) -
     assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in ours.parameters())
 
 
+def test_a_sparse_gradient_is_left_to_autograd() -> None:
+    model, ours, inputs = example(bias=False)
+    for layers in (model, ours):
+        layers[0].weight.grad = torch.zeros(6, 4, dtype=torch.float64).to_sparse()  # of a tied embedding
+        backward(layers, inputs)
+    assert_same(ours, model)
+
+
+# -- slices that share one product per weight
+
+FIRST, LAST = (0, 0, 0), (0, 0, 1)
+
+
+def test_the_products_of_a_group_come_with_its_last_slice_whatever_that_has_left() -> None:
+    layers = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 5)]).double()
+    gradients, x = accumulate_in_products(layers, None), torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    gradients.open_batch(groups=[(FIRST, LAST)])
+    with unit(*LAST):
+        loss = sum(layer(x).square().sum() for layer in layers)
+    with unit(*LAST), gradients.deferred(LAST):
+        loss.backward()
+    assert gradients.kept_bytes(LAST) == 8 * 2 * (4 + 3 + 5), "both layers keep one input"
+    assert not gradients.is_due(LAST) and gradients.compute(LAST, nullcontext) == 2
+    with unit(*FIRST), gradients.deferred(FIRST):  # a forward that runs again in B keeps nothing
+        layers[0](x).square().sum().backward()
+    assert gradients.kept_bytes(FIRST) == 0 and layers[0].weight.grad is not None and layers[1].weight.grad is None
+    assert gradients.is_due(FIRST) and gradients.compute(FIRST, nullcontext) == 0
+    expected = copy.deepcopy(layers)
+    expected.zero_grad()
+    (sum(F.linear(x, each.weight, each.bias).square().sum() for each in expected)).backward()
+    torch.testing.assert_close(layers[0].weight.grad, 2 * expected[0].weight.grad)
+    torch.testing.assert_close(layers[1].weight.grad, expected[1].weight.grad)
+
+
+def test_inputs_that_are_gathered_into_one_memory_join() -> None:
+    """As Megatron gathers the tokens of sequence-parallel ranks."""
+    weight, memory, gradients = nn.Parameter(torch.zeros(2, 3)), torch.empty(4, 3), WeightGradients()
+    gradients.open_batch(groups=[(FIRST, LAST)])
+    for key, number in ((LAST, 1.0), (FIRST, 2.0)):
+        with gradients.deferred(key):
+            gradients.keep(weight, torch.ones(4, 2), torch.tensor(number), lambda part: memory.fill_(part))
+        gradients.compute(key, nullcontext)
+    assert weight.grad is not None and weight.grad.tolist() == [[4 * 1.0 + 4 * 2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+@pytest.mark.parametrize("has_sums", [False, True])
+def test_slices_whose_backward_is_whole_join_where_that_saves_time(is_watched: bool, has_sums: bool) -> None:
+    """Gradients narrower than fp32 that autograd need not make, of layers that run once."""
+    sums = OwnSums(nn.Linear(1, 1)) if has_sums else None
+    for is_narrow in (False, True):
+        gradients = WeightGradients(is_watched, sums, is_narrow=is_narrow)
+        assert not gradients.joins_unsplit(checkpoints=True)
+        assert gradients.joins_unsplit(checkpoints=False) == (is_narrow and (has_sums or not is_watched))
+
+
+def test_rows_of_a_table_are_added_unless_a_hook_wants_the_gradient() -> None:
+    gradients, table = WeightGradients(), nn.Parameter(torch.zeros(10, 2))
+    with slice_of(0, 10):
+        assert gradients.adder_of_rows(table) is None, "autograd does of a whole sequence"
+    with slice_of(3, 8):
+        add = gradients.adder_of_rows(table)
+        assert add is not None
+        add(3, torch.ones(5, 2))
+        table.register_hook(lambda gradient: gradient)
+        assert gradients.adder_of_rows(table) is None
+    assert table.grad is not None and table.grad.sum(dim=1).tolist() == [0.0] * 3 + [2.0] * 5 + [0.0] * 2
+
+
 # -- split backwards: W computes what B has left, and nothing else
 
 UNITS = ((3, 0, 1), (3, 0, 0), (3, 1, 0))
@@ -572,6 +641,32 @@ def test_complex_weights(split: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.complex128)
     inputs = torch.randn(2, 5, 4, dtype=torch.complex128)
     assert_autograds(model, split, lambda each: each(inputs.clone().requires_grad_()).abs().square().sum().backward())
+
+
+OTHER_LAYOUTS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "nested": lambda model, x: model(torch.nested.as_nested_tensor([x[0], x[1, :3]])).to_padded_tensor(0.0),
+    "sparse": lambda model, x: model((x * (x > 0)).flatten(0, 1).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_inputs_of_another_layout(layout: str, split: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4).double(), torch.randn(2, 5, 4, dtype=torch.float64)
+    apply = OTHER_LAYOUTS[layout]
+    assert_autograds(model, split, lambda each: apply(each, x.clone().requires_grad_()).square().sum().backward())
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_function_that_the_user_compiles_is_one_graph(split: bool) -> None:
+    model, _, inputs = example()
+
+    def train(model: nn.Module) -> None:
+        run = torch.compile(lambda x: model(x).tanh(), backend="eager", fullgraph=True)
+        run(inputs.clone().requires_grad_()).square().sum().backward()
+
+    assert_autograds(model, split, train)
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -94,6 +94,8 @@ def test_only_activations_are_packed_and_all_come_in_one_buffer() -> None:
     assert packing.num_bytes < sum(spec.num_bytes for spec in specs)
     came = packing.unpack(buffer)
     assert not torch.equal(came[0], tensors[0].detach())
+    memories = {each.untyped_storage().data_ptr() for each in (buffer, *came) if each.numel()}
+    assert len(memories) == len(tensors), "each in memory of its own"
     for sent, arrived in zip(tensors[1:], came[1:], strict=True):
         assert arrived.dtype == sent.dtype and torch.equal(arrived, sent.detach())
     assert Packing.of("int8", specs[1:]) is None and Packing.of(None, specs) is None

@@ -19,7 +19,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
 from terapipe_ds.runtime.profiling import profiles
 from terapipe_ds.runtime.profiling.all_parts import PartMeasured
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
-from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
+from terapipe_ds.runtime.profiling.key import LayersOfPart, _arithmetic, profile_key
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
 from terapipe_ds.runtime.profiling.profiles import _read_profile
 
@@ -191,9 +191,19 @@ def test_a_job_whose_costs_or_bytes_differ_has_a_file_of_its_own(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 77)
         assert _file_of(monkeypatch, {}) != usual
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
-        assert _file_of(monkeypatch, {}) != usual
+
+
+def test_a_given_profile_is_of_as_many_threads_and_the_same_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that the config names was read whatever these are, and its times were several times too short or long."""
+    profile = combine(_key(), [rank(0, 0, (1.0, 1.0))])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    with pytest.raises(ProfileError, match="device: the profile has .*, this run .*, 77 threads; measure on this run"):
+        profile.require(_key())
+    assert _arithmetic(torch.float32, None, "cuda") == "float32"
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    assert _arithmetic(torch.float32, None, "cuda") == "float32 (products in tf32)"
+    assert _arithmetic(torch.float32, None, "cpu") == "float32" and _arithmetic(torch.half, None, "cuda") == "float16"
+    assert _arithmetic(torch.float32, torch.half, "cuda") == "float32 (autocast float16)"
 
 
 def _key(interval: int = 0, keeps: bool | None = None, **changes: Any) -> ProfileKey:

@@ -2,17 +2,29 @@
 
 import dataclasses
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
 from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.runtime.profiling import rounds
-from terapipe_ds.runtime.profiling.rounds import Taken, grid, groups_of, measure, noise_warning, undisturbed
+from terapipe_ds.runtime.profiling.rounds import (
+    Taken,
+    grid,
+    groups_of,
+    measure,
+    noise_warning,
+    shares,
+    time_part,
+    undisturbed,
+)
 
 
+@example(length=5, granularity=4, shortest=3)
 @given(length=st.integers(1, 5000), granularity=st.integers(1, 300), shortest=st.integers(1, 4))
 def test_the_grid_covers_what_a_plan_may_ask_for(length: int, granularity: int, shortest: int) -> None:
     points = grid(length, granularity, shortest)
@@ -51,11 +63,8 @@ class FakeStage:
         return seconds, 0.0
 
 
-def measured(
-    stage: FakeStage, points: Any, length: int, stages: int = 1, micro_batches: int = 1, **options: Any
-) -> rounds.Rounds:
-    steps = rounds.LIMIT_STEPS * (micro_batches + stages - 1)
-    return measure(stage, points, length, steps, **options)  # type: ignore[arg-type]
+def measured(stage: FakeStage, points: Any, length: int, stages: int = 1, **options: Any) -> rounds.Rounds:
+    return measure(stage, points, length, rounds.LIMIT_STEPS * stages, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -80,9 +89,22 @@ def test_samples_are_medians_of_each_point(clock: list[float]) -> None:
 @pytest.mark.parametrize("length", [1024, 2048, 131072])
 def test_it_takes_at_most_20_unsliced_steps(clock: list[float], stages: int, micro_batches: int, length: int) -> None:
     step_s = (micro_batches + stages - 1) * 3 * length  # unsliced: forward 1, backward 2 seconds a token
-    result = measured(FakeStage(clock), grid(length, 64), length, stages, micro_batches)
+    stage: Any = FakeStage(clock)
+    stage.module, stage.sequence_length, stage.can_split, stage.leaving_weights = (
+        nn.Identity(),
+        length,
+        False,
+        nullcontext,
+    )
+    (whole,) = (sample for sample in time_part(stage, 64, stages, micro_batches) if sample.tokens == length)
     assert clock[0] <= 20 * step_s
-    assert rounds.MIN_ROUNDS <= result.count <= rounds.MAX_ROUNDS
+    assert rounds.MIN_ROUNDS <= whole.repeats <= rounds.MAX_ROUNDS
+
+
+def test_slices_share_a_joint_product_by_tokens() -> None:
+    alone = {64: 5.0, 1024: 6.0, 4096: 16.0}
+    assert shares(alone, 1000.0) == {64: 6.0 * 64 / 1024, 1024: 6.0, 4096: 16.0}
+    assert shares(alone, 8192.0) == {64: 16.0 * 64 / 4096, 1024: 4.0, 4096: 16.0}, "the longest stands for longer ones"
 
 
 def test_all_ranks_measure_as_often_as_the_slowest_can_afford(

@@ -1,8 +1,10 @@
 """What of a batch the check compares, whose layers, which tokens belong together, and what counts as equal."""
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,10 +19,10 @@ from terapipe_ds.attention.document_edges import Documents
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.verify.compare import Tolerance, compare
+from terapipe_ds.runtime.verify.compare import Tolerance, compare, compare_results, tolerance_of
 from terapipe_ds.runtime.verify.cut import Cut, cuttable, unit_of, window_plan
 from terapipe_ds.runtime.verify.named_layer import all_own
-from terapipe_ds.runtime.verify.tokens import Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TokenDim
 
 
 @given(st.integers(64, 131072), st.sampled_from([1, 2, 16]), st.integers(1, 8192), st.sampled_from([4, 32]))
@@ -187,6 +189,37 @@ def test_a_size_that_happens_to_be_the_length_is_no_token_dimension() -> None:
     whole = torch.zeros(12, 12)
     assert SLICING.layouts_of(whole, [whole[:, :n] for n in PLAN.lengths]) == [TokenDim(1)]
     assert SLICING.layouts_of(whole, [whole] * 3) == SLICING.layouts_of(torch.zeros(()), [torch.zeros(())] * 3) == []
+
+
+def test_slices_share_the_gradient_of_a_tensor_without_tokens() -> None:
+    """By tokens where all have the same tensor, as a scale, and like their losses where each has a value of its own."""
+    slicing, gradient = Slicing(SlicePlan((3, 1)), (0.2, 0.3)), torch.tensor([4.0])
+    shares = ([slicing.share_of_gradient(each, gradient, i).item() for i in (0, 1)] for each in (Same(), PerSlice(())))
+    assert [*map(pytest.approx, shares)] == [[3.0, 1.0], [0.8, 1.2]]
+    joined = (slicing.joined_gradients(each, [gradient, gradient]).item() for each in (Same(), PerSlice(())))
+    assert [*joined] == [8.0, 8.0 / 0.5], "a sum over slices has the weight one for each"
+
+
+def test_the_page_has_the_tolerances() -> None:
+    page = (Path(__file__).parents[4] / "docs/verify.md").read_text(encoding="utf-8")
+    found = {
+        name: Tolerance(*map(float, row)) for name, *row in re.findall(r"\| (\S+) .*\| (\S+) \| (0\.\d+) \|", page)
+    }
+    dtypes = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    assert found.keys() == dtypes.keys()
+    for name, dtype in dtypes.items():
+        assert found[name] == tolerance_of([dtype], tf32=name == "fp32")  # the second row of fp32 comes last
+
+
+@pytest.mark.parametrize(("share", "is_found"), [(0.9, False), (1.1, True)])
+def test_a_small_gradient_counts_by_a_share_of_the_largest(share: float, is_found: bool) -> None:
+    tolerance = Tolerance(1e-3, 0.1)
+    whole = {"gradient of a": torch.tensor([2.0]), "gradient of b": torch.tensor([1e-9]), "output": torch.ones(1)}
+    wrong = whole["gradient of b"] + share * 1e-3 * 0.1 * 2.0
+    found = compare_results({**whole, "gradient of b": wrong}, whole, tolerance, (), {}, [])
+    assert [each.what for each in found] == ["gradient of b"] * is_found
+    missing = {name: each for name, each in whole.items() if name != "gradient of a"}
+    assert [each.what for each in compare_results(missing, whole, tolerance, (), {}, [])] == ["gradient of a"]
 
 
 def test_one_wrong_token_does_not_drown() -> None:

@@ -1,5 +1,6 @@
 """A layer is compared as it trains: with batch statistics and hooks, without its dropout, and by what it keeps."""
 
+import math
 import random
 from typing import Any
 
@@ -86,6 +87,9 @@ HEALTHY: dict[str, tuple[LayerSpec, tuple[int, int]]] = {
     "leaky at random": (keeping(lambda it, x: F.rrelu(x, training=it.training)), EVALUATED),
     "noise that nothing shows": (keeping(outside), EVALUATED),
     "counted tokens": (keeping(then(lambda it, x: it.seen.add_(x.shape[1])), seen=torch.zeros(())), PLAIN),
+    "large seed": (keeping(then(lambda it, _: setattr(it, "seed", it.seed * 5 % 2**64 + 1)), seed=2**64 - 1), PLAIN),
+    "large constant": (keeping(lambda _, x: x, seed=2**70), PLAIN),
+    "limit that is not yet known": (keeping(lambda _, x: x, limit=torch.full((2,), math.nan)), PLAIN),
     "masked gradient": (
         keeping(lambda _, x: x, lambda it: it.inner.register_hook(lambda g: g * (torch.arange(WIDTH) % 2))),
         PLAIN,

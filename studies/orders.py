@@ -143,12 +143,12 @@ def cut(num_slices: int) -> SlicePlan:
 
 def live_sequences(schedule: Schedule, plans: Sequence[SlicePlan]) -> float:
     """Return the most tokens of a stage between F and the last of B and W, in whole sequences of a whole stage."""
-    most = 0.0
+    most, share = 0.0, schedule.num_stages / schedule.num_parts
     for order in schedule.orders:
         last = {(action.part_id, action.unit): index for index, action in enumerate(order)}
         now = 0.0
         for index, action in enumerate(order):
-            amount = plans[action.micro_batch_id].lengths[action.slice_id] / LENGTH * schedule.part_share
+            amount = plans[action.micro_batch_id].lengths[action.slice_id] / LENGTH * share
             now += amount if action.kind is Kind.FORWARD else 0.0
             most = max(most, now)
             now -= amount if last[action.part_id, action.unit] == index else 0.0

@@ -46,7 +46,7 @@ class Cell:
     def of(cls, name: str, num_stages: int, num_micro_batches: int, num_slices: int) -> Cell:
         """Simulate the schedule."""
         schedule = _built(name, num_stages, num_micro_batches, num_slices)
-        share = schedule.part_share
+        share = schedule.num_stages / schedule.num_parts  # of a stage's layers, that a part holds
         costs = UnitCosts(_TOKENS, share=share)
         makespan_s = Replay(schedule).makespan(SlicePlan.equal(_TOKENS, num_slices), costs)
         peak = max(schedule.peak_live_slices())
@@ -83,7 +83,7 @@ def draw(directory: str | Path) -> list[Path]:
     paths = []
     for name in SCHEDULE_NAMES:
         schedule = build("dapple", *PICTURED, policy="B") if name == "dapple" else _built(name, *PICTURED)
-        costs = UnitCosts(_TOKENS, share=schedule.part_share)
+        costs = UnitCosts(_TOKENS, share=schedule.num_stages / schedule.num_parts)
         paths.append(Path(directory) / f"schedule-{name}.svg")
         timeline = simulate(schedule, SlicePlan.equal(_TOKENS, PICTURED[2]), costs)
         draw_timelines([(timeline.name, timeline)], paths[-1])

@@ -69,16 +69,17 @@ class Case:
     def seconds(self, schedule: Schedule) -> float:
         """Simulate a schedule; its parts cost their shares of a stage."""
         places = sorted((part, stage) for (stage, _), part in schedule.placement.items())
-        costs = [replace(self.costs[stage], share=schedule.part_share) for _, stage in places]
+        share = schedule.num_stages / schedule.num_parts
+        costs = [replace(self.costs[stage], share=share) for _, stage in places]
         return Replay(schedule).makespan(self.plan, costs)
 
     def live_tokens(self, schedule: Schedule) -> float:
         """Return the most tokens that a stage holds."""
-        peak = 0.0
+        peak, share = 0.0, schedule.num_stages / schedule.num_parts
         for order in schedule.orders:
             held = 0.0
             for action in order:
-                tokens = schedule.part_share * self.plan.lengths[action.slice_id]
+                tokens = share * self.plan.lengths[action.slice_id]
                 held += tokens * {Kind.FORWARD: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
                 peak = max(peak, held)
         return peak

@@ -63,11 +63,6 @@ class Schedule:
     def num_parts(self) -> int:
         return len(set(self.placement.values()))
 
-    @property
-    def part_share(self) -> float:
-        """Return the share of a stage's layers that a part holds: all of them where every part has two places."""
-        return self.num_stages / self.num_parts
-
     def compute_order(self, stage_id: int) -> list[str]:
         """Return the computations of a stage as text: `["F0.0", "F0.1", ..., "B0.0"]`."""
         with_chunk = self.chunks_per_stage > 1

@@ -119,8 +119,6 @@ def counted_waits() -> Iterator[Waits]:
     }
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(TeraPipeEngine, "_exec_action", run_counted))
-        instructions = {**TeraPipeEngine._INSTRUCTION_MAP, Action: run_counted}
-        patches.enter_context(mock.patch.object(TeraPipeEngine, "_INSTRUCTION_MAP", instructions))
         patches.enter_context(mock.patch.object(SliceableTensors, "to", to_device))
         for name, value in stand_in.items():
             patches.enter_context(_property_patch(accelerator, name, value))

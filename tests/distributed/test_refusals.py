@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import ReduceGrads
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice, sliced_attention
@@ -187,6 +189,22 @@ def test_copies_of_a_parameter_that_change_in_the_forward() -> None:
     for told in rank_pool(2).run(_first_batch_with, embedding=Limits, schedule="chimera"):
         assert told == ("TeraPipeConfigError", told[1], 0)
         assert "0.weight changed in a forward" in told[1]
+
+
+def job_instructions() -> tuple[tuple[str, str], int, tuple[str, str], int]:
+    """Replace an instruction for the first batch of an engine."""
+    with engine_of(gpt_layers(), section()) as engine:
+        with mock.patch.dict(PipelineEngine._INSTRUCTION_MAP, {ReduceGrads: lambda engine: None}):
+            refused = raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
+            steps = engine.global_steps
+        return refused, steps, raised_by(lambda: engine.train_batch(iter(batches(1)[0]))), engine.global_steps
+
+
+def test_instructions_of_a_program_are_refused() -> None:
+    """DeepSpeed's engine runs them; a schedule of slices has none."""
+    for (kind, message), before, trained, after in rank_pool(2).run(job_instructions, timeout_s=60):
+        assert kind == "TeraPipeConfigError" and (before, trained, after) == (0, ("", ""), 1)
+        assert "[ReduceGrads] is job_instructions.<locals>.<lambda>" in message and "set terapipe.enabled" in message
 
 
 class Turned(nn.Linear):

@@ -165,5 +165,5 @@ LAYERS: dict[type[nn.Module], tuple[str, str]] = {  # the difference, and what i
     BalancedExperts: ("input gradient of tokens 0..", "the layer adds a loss of its own in the backward"),
     DetachedPrefix: ("input gradient of tokens 0..", "gradients from later slices to earlier tokens are lost"),
     WrongOwnBackward: ("input gradient of tokens 0..", "an autograd.Function"),
-    Pooled: ("output without tokens", "a pooled state, an auxiliary loss"),
+    Pooled: ("output without tokens", "loss to train on needs labels that are shifted in the data; an auxiliary loss"),
 }

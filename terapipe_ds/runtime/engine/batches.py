@@ -25,7 +25,12 @@ from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.checkpoints.save import finish_decoupled
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, skips_nan
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
-from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
+from terapipe_ds.runtime.engine.refused_calls import (
+    problem_of_checkpointing,
+    problem_of_device_waits,
+    problem_of_instructions,
+    problem_of_split,
+)
 from terapipe_ds.runtime.engine.trace import named_range, names_ranges
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layers.sliceable import ModelChanges, problem_of_layers
@@ -159,14 +164,18 @@ class IncomingBatches:
         return batch
 
     def _check_options(self) -> None:
-        """Refuse options that were switched on since the last batch: in DeepSpeed, or in the environment."""
+        """Refuse what a program has switched on or replaced since the last batch, in DeepSpeed or the environment."""
         module = self._engine.module
         # a program has set it by hand, and DeepSpeed would run no layer at all
         if module.activation_checkpoint_interval not in (0, module.is_checkpointable_results_interval):
             module.set_checkpoint_interval(module.activation_checkpoint_interval)
-        check_checkpointing(self._config.is_stock_order and not self._plans.may_cut)
-        problem = problem_of_device_waits(self._wires.post_on_device)
-        problem = problem or self._problem_of_layers or self._problem_of_label_counts()
+        problem = (
+            problem_of_checkpointing(self._config.is_stock_order and not self._plans.may_cut)
+            or problem_of_device_waits(self._wires.post_on_device)
+            or problem_of_instructions(self._engine)
+            or self._problem_of_layers
+            or self._problem_of_label_counts()
+        )
         if module.training:
             problem = problem or problem_of_left_gradients(module, self._layout, self._engine.optimizer)
         if problem is not None:

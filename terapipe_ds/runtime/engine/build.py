@@ -25,8 +25,8 @@ from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.own_time import OwnTime
 from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.refused_calls import (
-    check_checkpointing,
     problem_of_arguments,
+    problem_of_checkpointing,
     problem_of_device_waits,
     problem_of_split,
     warn_of_checkpointable,
@@ -148,9 +148,9 @@ class EngineSetup:
         uncompile_layers(engine.module)  # of an earlier engine
         shortest = shortest_slice_on(engine.module)
         problems = (problem_of_lengths("terapipe.slices", each, multiple, shortest) for each in config.listed_slices)
-        check_checkpointing(config.is_stock_order)
         refuse_everywhere(
-            problem_of_foreign_parameters(engine.module, self.trained)
+            problem_of_checkpointing(config.is_stock_order)
+            or problem_of_foreign_parameters(engine.module, self.trained)
             or problem_of_layers(engine.module, config, engine.has_moe_layers, self.sequence.size > 1)
             or next(filter(None, problems), None)
             or config.problem_of_count(engine.micro_batches)

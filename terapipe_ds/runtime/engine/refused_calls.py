@@ -14,20 +14,19 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from terapipe_ds.attention.slice_store import SliceEntry
-from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.config.combinations import UNSPLIT, splits_backwards
 from terapipe_ds.messages import logger, show_value
 
 
-def check_checkpointing(in_stock_order: bool) -> None:
-    """Refuse DeepSpeed's checkpointing options that rely on its order of forward passes, if our order differs."""
-    is_by_order = ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS
-    if is_by_order and not in_stock_order:
-        raise TeraPipeConfigError(
-            "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
-            "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
-            'false, or take DeepSpeed\'s own order: terapipe.slices 1 with terapipe.schedule "1f1b".'
-        )
+def problem_of_checkpointing(in_stock_order: bool) -> str | None:
+    """Return an error if DeepSpeed checkpoints by its order of forward passes, and ours differs."""
+    if in_stock_order or not (ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS):
+        return None
+    return (
+        "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
+        "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to false, "
+        'or take DeepSpeed\'s own order: terapipe.slices 1 with terapipe.schedule "1f1b".'
+    )
 
 
 def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> tuple[bool, bool, str]:
@@ -109,6 +108,18 @@ def problem_of_split(module: object, schedule: str) -> str | None:
     if reason is None or not splits_backwards(schedule):
         return None
     return f"terapipe.schedule = {show_value(schedule)}: {reason}, so that nothing is left for W; {UNSPLIT}"
+
+
+def problem_of_instructions(engine: PipelineEngine) -> str | None:
+    """Return an error if a program has replaced one of DeepSpeed's instructions: no schedule of slices runs them."""
+    for kind, run in engine._INSTRUCTION_MAP.items():
+        if getattr(run, "__module__", None) != PipelineEngine.__module__:
+            return (
+                f"PipelineEngine._INSTRUCTION_MAP[{kind.__name__}] is {getattr(run, '__qualname__', run)}, which would "
+                "never be called, because schedules of slices run no instructions: leave DeepSpeed's own function "
+                "there, or set terapipe.enabled to false"
+            )
+    return None
 
 
 def problem_of_device_waits(receives_on_device: bool) -> str | None:

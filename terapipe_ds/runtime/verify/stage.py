@@ -390,8 +390,9 @@ def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
         )
     elif first is None or tokens is None:
         meaning = (
-            "one value for all tokens of a call (a pooled state, an auxiliary loss) does not add up over slices: "
-            f"an auxiliary loss is of the tokens of one forward pass, {_NO_SHARE}"
+            "one value for all tokens of a call (a pooled state, an auxiliary loss) does not add up over slices: a "
+            "layer that computes the loss to train on needs labels that are shifted in the data; an auxiliary loss is "
+            f"of the tokens of one forward pass, {_NO_SHARE}"
         )
     elif first < plan.lengths[0]:
         meaning = f"early outputs change with later tokens, with how many there are, or from call to call: {_REMEDY}"

@@ -95,13 +95,23 @@ def _whole_products() -> Iterator[None]:
 
 
 def trial_of(outline: Outline, layer: nn.Module) -> nn.Module:
-    """Return a copy of a decoder layer for trials, in fp32 at least; the model is in evaluation mode from now on."""
+    """Return a copy of a decoder layer for trials, in fp32 at least; the model is in evaluation mode from now on.
+
+    Its weights are of a usual size: training may start from any.
+    """
     trial = outline.copy_of(layer).eval().requires_grad_(False)  # a backward gives gradients of inputs and states alone
     if any(parameter.dtype.itemsize < 4 for parameter in trial.parameters()):
         trial.float()
     for part in trial.modules():
         if hasattr(part, "compute_dtype"):  # a quantized layer, which casts its inputs
             part.compute_dtype = torch.float32  # type: ignore[assignment]
+    generator = torch.Generator().manual_seed(0)
+    # zeros hide all that comes before them; small weights make all scores alike, and large ones magnify rounding
+    for weight in (each for each in trial.parameters() if each.is_floating_point()):
+        if not weight.any():
+            weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+        if weight.dim() > 1:
+            weight.div_(weight.norm() * (weight.shape[-1] / weight.numel()) ** 0.5 / 2)
     outline.model.eval()
     return trial
 
@@ -188,14 +198,7 @@ def _problem(outline: Outline, index: int, layer: nn.Module, attention: str) -> 
 
 
 def _problem_of_attention(outline: Outline, index: int, layer: nn.Module, attention: str) -> str:
-    """Return how the layer differs from what it computes with attention of its own; empty if it does not.
-
-    The weights change.
-    """
-    # small weights make all scores alike, whatever an attention does with them, and large ones magnify rounding
-    for weight in (p for p in layer.parameters() if p.dim() > 1 and p.is_floating_point()):
-        gain = weight.norm() * (weight.shape[-1] / weight.numel()) ** 0.5 / 2
-        weight.div_(gain.clamp_min(torch.finfo(weight.dtype).tiny))
+    """Return how the layer differs from what it computes with attention of its own; empty if it does not."""
     inputs, length, problems = _inputs(outline, index, layer), (sum(_LENGTHS),), list[str]()
     ours = _run_slices(outline, index, layer, attention, length, inputs)
     # sdpa may lack what the eager attention of a family has, and the eager one of a class may never run

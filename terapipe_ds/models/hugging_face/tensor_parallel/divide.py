@@ -147,7 +147,6 @@ def check_division(outline: Outline, index: int, layer: nn.Module, way: Way, ran
             of several ranks, its plan may be wrong, or its router may add noise.
     """
     trial, name = trial_of(outline, layer).to(ranks.device), outline.layer_name(index)
-    _fill_zeros(trial)
     shown, copies, sketches = f"decoder layer {index} ({type(layer).__name__})", dict[str, bool](), list[Tensor]()
     cannot = f"{shown} cannot be divided over {ranks.size} tensor-parallel ranks by its plan: "
     try:
@@ -175,15 +174,6 @@ def check_division(outline: Outline, index: int, layer: nn.Module, way: Way, ran
     if problem:
         raise ModelRefusedError(problem)
     return way._replace(partial=tuple(partial))
-
-
-def _fill_zeros(trial: nn.Module) -> None:
-    """Give weights that are all zero, as training may start from, other values: they hide gradients behind them."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in trial.parameters():
-            if parameter.is_floating_point() and not parameter.any():
-                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
 def _sums(copies: Mapping[str, bool], whole: Tensor, everyone: Tensor) -> tuple[list[str], list[str]]:

@@ -209,6 +209,20 @@ def test_an_eager_attention_that_the_owner_does_not_use_decides_nothing(function
         assert ways_of(pipeline) == ["fast", "fast"]
 
 
+@pytest.mark.parametrize(("function", "way"), [(plain, "fast"), (sharp, "slow")])
+def test_an_attention_behind_a_weight_of_zeros_decides_too(function: Any, way: str) -> None:
+    """Training may start with outputs of attention that are zero, as in LayerScale and µP."""
+    config = config_of("llama")
+    config._attn_implementation = "mine"
+    with mock.patch.dict(AttentionInterface._global_mapping, {"mine": function}):
+        pipeline = Pipeline(config)
+        with torch.no_grad():
+            for name, parameter in pipeline.parameters.items():
+                parameter *= "o_proj" not in name
+        assert not any(each.any() for name, each in pipeline.parameters.items() if "o_proj" in name)
+        assert ways_of(pipeline) == [way, way]
+
+
 @pytest.mark.parametrize("factor", [1, 2])
 def test_a_loss_without_logits_is_that_of_evaluation(factor: int) -> None:
     """Liger's kernel makes it of weights in training, without a call of the output matrix."""

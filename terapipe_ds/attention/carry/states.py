@@ -182,7 +182,8 @@ class CarriedEntry:
                 return None
             self._owner.count(-kept.state.nbytes)
             gradient = kept.state.grad
-            if gradient is not None:
+            if gradient is not None and kept.begun:
+                gradient = gradient.clone()  # autograd may have given its memory to others, such as a waiting W
                 for row in kept.begun:
                     gradient[row].zero_()
             return gradient

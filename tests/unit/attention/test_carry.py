@@ -297,6 +297,26 @@ def test_an_output_may_be_changed_in_place() -> None:
     assert [leaf.grad[0, 0, 0].item() for leaf in sums.leaves if leaf.grad is not None] == [16.0, 10.0, 8.0]
 
 
+def test_a_gradient_whose_memory_another_node_keeps() -> None:
+    """Autograd gives both terms of a sum one gradient. A linear layer keeps its own for W, after the state's is taken."""
+    sums, kept = Sums(starts=((0, 3), (0,))), list[Tensor]()
+
+    def run(x: Tensor) -> Tensor:
+        before, new = carry.read("sums", "s"), x[:, -1] * 2
+        if before is not None:
+            new.register_hook(kept.append)
+            new = (before.view(-1) + new.view(-1)).view(2, 2)
+        return carry.write("sums", "s", new, x + new[:, None])
+
+    sums.forward_all(run)
+    for i in (2, 1):
+        sums.backward(i)
+    assert kept[1].tolist() == [[5.0, 5.0]] * 2
+    sums.backward(0)
+    assert kept[1].tolist() == [[5.0, 5.0]] * 2
+    assert [leaf.grad[0, -1, 0].item() for leaf in sums.leaves if leaf.grad is not None] == [7.0, 11.0, 9.0]
+
+
 # -- end of life ------------------------------------------------------------------------------------------------------
 
 

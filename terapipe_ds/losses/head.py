@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
+from terapipe_ds.compat.replaced import module_of_code
 
 
 class VocabularyRanks(Protocol):
@@ -91,10 +92,7 @@ def change_of(layer: Any, name: str) -> str:
 
 def _is_ours(function: Any) -> bool:
     """Return whether a hook or a forward is this package's: engines look at layers, or replace their products."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    scope = getattr(function, "__globals__", {"__name__": type(function).__module__})  # functools.wraps leaves it alone
-    return str(scope["__name__"]).startswith("terapipe_ds.")
+    return module_of_code(function).startswith("terapipe_ds.")
 
 
 class TiedLogits:

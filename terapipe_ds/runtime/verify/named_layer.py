@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from terapipe_ds.attention.kept import KeptCalls
-from terapipe_ds.compat.replaced import replaced
+from terapipe_ds.compat.replaced import module_of_code, replaced
 from terapipe_ds.runtime.layers.activation_checkpointing import (
     checkpoint_with_gradients,
     checkpointing_with_gradients,
@@ -188,6 +188,4 @@ def _is_foreign(thing: Any) -> bool:
 
 
 def _root(thing: Any) -> str:
-    while isinstance(thing, functools.partial):
-        thing = thing.func
-    return str(getattr(thing, "__module__", "")).split(".")[0]
+    return module_of_code(thing).split(".")[0]

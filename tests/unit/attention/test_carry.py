@@ -298,7 +298,7 @@ def test_an_output_may_be_changed_in_place() -> None:
 
 
 def test_a_gradient_whose_memory_another_node_keeps() -> None:
-    """Autograd gives both terms of a sum one gradient. A linear layer keeps its own for W, after the state's is taken."""
+    """Autograd gives both terms of a sum one gradient. A linear layer may keep it for W, when the state's is taken."""
     sums, kept = Sums(starts=((0, 3), (0,))), list[Tensor]()
 
     def run(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The table of families: each trains in slices as a whole model does, the way it takes, or is refused with a reason."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ pytest.importorskip("transformers", reason="needs the extra hf: pip install tera
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 from terapipe_ds.models.gpt import gpt_loss
@@ -185,8 +187,15 @@ def in_half_precision(module: nn.Module, q: Tensor, *_: Any, **__: Any) -> Any:
     raise RuntimeError(f"only fp16 and bf16, not {q.dtype}")
 
 
+@functools.wraps(sdpa_attention_forward)
+def sharp_sdpa(*inputs: Any, **options: Any) -> Any:
+    return sharp(*inputs, **options)
+
+
 @pytest.mark.parametrize("is_registered", [True, False])
-@pytest.mark.parametrize(("function", "way"), [(plain, "fast"), (sharp, "slow"), (capped, "slow")])
+@pytest.mark.parametrize(
+    ("function", "way"), [(plain, "fast"), (sharp, "slow"), (sharp_sdpa, "slow"), (capped, "slow")]
+)
 def test_an_attention_of_the_owner_is_the_one_that_runs(function: Any, way: str, is_registered: bool) -> None:
     """Registered under a name, or the eager function of a class of one's own."""
     config, ways, mapping = config_of("llama"), list[str](), AttentionInterface._global_mapping

@@ -228,3 +228,10 @@ def test_a_loss_that_wraps_one_of_the_package_counts_as_another() -> None:
     """`functools.wraps` gives it the name of the package's module."""
     doubled = functools.wraps(gpt_loss)(lambda logits, labels: 2 * gpt_loss(logits, labels))
     assert kind_of_loss(doubled) != kind_of_loss(gpt_loss) == kind_of_loss(functools.partial(gpt_loss))
+
+
+def test_a_loss_of_a_module_without_a_name() -> None:
+    """Generated code has such globals."""
+    generated: dict[str, Any] = {"__builtins__": {}}
+    exec("def loss(outputs, labels): return outputs", generated)
+    assert kind_of_loss(generated["loss"]) == [generated["loss"].__code__]

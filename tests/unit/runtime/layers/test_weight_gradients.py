@@ -1,6 +1,7 @@
 """Weight gradients that are added to `.grad` by the matrix product: the same numbers, and nobody left out."""
 
 import copy
+import functools
 import gc
 import operator
 import pickle
@@ -597,9 +598,14 @@ def smaller(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda inputs, weight, *others: function(inputs, weight * 0.9, *others)
 
 
+def smaller_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight * 0.9, layer.bias)
+
+
 REPLACED: dict[str, Callable[[], Any]] = {
-    "forward of the class": lambda: mock.patch.object(
-        nn.Linear, "forward", lambda layer, x: F.linear(x, layer.weight * 0.9, layer.bias)
+    "forward of the class": lambda: mock.patch.object(nn.Linear, "forward", smaller_forward),
+    "forward with torch's name": lambda: mock.patch.object(
+        nn.Linear, "forward", functools.wraps(nn.Linear.forward)(lambda layer, x: smaller_forward(layer, x))
     ),
     "function": lambda: mock.patch.object(F, "linear", smaller(F.linear)),
     "function mode": SmallerWeights,

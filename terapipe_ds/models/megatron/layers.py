@@ -32,6 +32,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
+from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.losses import Head, hand_on, hands_on_hidden
 from terapipe_ds.losses.deferred import require_known
@@ -48,12 +49,17 @@ ROTARY = ("rotary_percent", "rotary_base", "rope_scaling", "rope_scaling_factor"
 """Fields of `Blueprint` for rotary positions, named as the arguments of megatron-core's `RotaryEmbedding`."""
 
 
+def _norm(gradient: Tensor) -> Tensor:
+    """Return the norm, computed in fp32 at least: a GPU makes no copy of the logits' size for that."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).float()
+
+
 @dataclass
 class Blueprint:
     """Hold the settings of all layers of one model, named as the arguments of megatron-core's `GPTModel`.
 
-    `groups` is set once DeepSpeed has made them. `gradient_norms` are those of whole logits, of each slice, until the
-    ranks have compared them.
+    DeepSpeed makes the `groups` later. `gradient_norms` has the norm of the gradient of each slice's logits, if each
+    rank has the whole vocabulary, and is None once the ranks have compared them.
     """
 
     config: TransformerConfig
@@ -114,8 +120,10 @@ class Blueprint:
         logits: Tensor = projection(hidden, **options)[0].transpose(0, 1)
         VocabParallelLoss.groups[logits.shape[-1]] = self.groups.tp if self.parallel_output else None
         norms = None if self.parallel_output or self.groups.tp.size() == 1 else self.gradient_norms
-        if norms is not None and logits.requires_grad:
-            logits.register_hook(lambda gradient: norms.append(gradient.float().norm()))
+        active = active_slice()
+        # a probe measures what later batches take, which compare nothing
+        if norms is not None and logits.requires_grad and active is not None and active.mode != "probe":
+            logits.register_hook(lambda gradient: norms.append(_norm(gradient)))
         return logits
 
     def head_of(self, projection: ColumnParallelLinear, weight: Tensor) -> Head | str:

@@ -29,8 +29,9 @@ from megatron.core.utils import GlobalMemoryBuffer
 from torch import nn
 
 from terapipe_ds import compat
+from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.losses import Head
-from terapipe_ds.models.megatron import MegatronConfigError, groups, kernels
+from terapipe_ds.models.megatron import MegatronConfigError, VocabParallelLoss, groups, kernels
 from terapipe_ds.models.megatron.attention import SlicedCoreAttention, layer_specs
 from terapipe_ds.models.megatron.kernels import TorchNorm
 from terapipe_ds.models.megatron.layers import Blueprint
@@ -221,6 +222,20 @@ def test_an_output_projection_that_a_program_changes_keeps_its_logits() -> None:
     others = described(lambda projection: setattr(projection, "_forward_impl", print)), nn.Linear(16, 8)
     assert "is not megatron-core's own" in others[0]
     assert "is not megatron-core's own" in blueprint.head_of(others[1], weight)  # type: ignore
+
+
+@pytest.mark.parametrize("mode", ["train", "recompute", "eval", "probe"])
+def test_gradients_of_whole_logits_are_compared_in_training_alone(mode: Any, monkeypatch: Any) -> None:
+    """A plan by measured times counts no comparison: batches after the first have none."""
+    monkeypatch.setattr(VocabParallelLoss, "groups", {})
+    blueprint = Blueprint(config(), vocab_size=8, max_sequence_length=4, parallel_output=False)
+    blueprint.groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))  # type: ignore[assignment]
+    hidden = torch.ones(4, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    with push_slice(ActiveSlice(0, 4, 4, mode=mode)), torch.set_grad_enabled(mode != "eval"):
+        logits = blueprint.logits(hidden, lambda hidden: (2 * hidden, None))  # type: ignore[arg-type]
+        if mode != "eval":
+            (3 * logits).sum().backward()
+    assert blueprint.gradient_norms == ([3 * 32**0.5] if mode in ("train", "recompute") else [])
 
 
 # -- specs ---------------------------------------------------------------------------------------------------

@@ -139,13 +139,18 @@ class HandsOn:
         return hand_on(hidden) if hands_on_hidden() else self.plain(hidden)
 
 
+def _method(kind: type, name: str) -> Any:
+    """Return a method of a class; `getattr` would also give the `__call__` of its metaclass, which makes objects."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+
+
 def _described(layer: Any, describe: Callable[[], Head | str]) -> Callable[[], Head | str] | str:
     """Return a function that calls `describe`; it, or this one, returns a reason if `layer` may do more than that."""
 
     def head() -> Head | str:
         described = next((kind for kind in type(layer).__mro__ if "output_head" in vars(kind)), type(layer))
         for method in ("forward", "__call__"):
-            own, inherited = (getattr(kind, method, None) for kind in (type(layer), described))
+            own, inherited = _method(type(layer), method), _method(described, method)
             if inherited not in (own, None, nn.Module.forward):
                 return f"{type(layer).__name__} has a {method}() of its own and inherits output_head(): define both"
         return change_of(layer, "the last layer") or describe()

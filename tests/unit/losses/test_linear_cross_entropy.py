@@ -264,8 +264,11 @@ class TestHeads:
         assert callable(find_head(head))
         capped = type("Capped", (LMHead,), {"forward": lambda self, hidden: LMHead.forward(self, hidden).tanh()})
         assert "has a forward() of its own" in str(find_head(capped(GPTConfig())))
-        same = type("Same", (LMHead,), {"output_head": lambda self: Head(self.out.weight)})
+        describe = lambda self: Head(next(self.parameters()))  # noqa: E731
+        same = type("Same", (LMHead,), {"output_head": describe})
         assert callable(find_head(same(GPTConfig())))
+        described = type("Described", (), {"output_head": describe})  # a mixin has no forward to add to
+        assert callable(find_head(type("Mixed", (described, nn.Bilinear), {})(2, 2, 2)))
         tied = type(
             "Capped", (TiedLogits,), {"__call__": lambda self, *inputs: TiedLogits.__call__(self, *inputs).tanh()}
         )

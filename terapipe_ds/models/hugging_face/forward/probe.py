@@ -106,12 +106,14 @@ def trial_of(outline: Outline, layer: nn.Module) -> nn.Module:
         if hasattr(part, "compute_dtype"):  # a quantized layer, which casts its inputs
             part.compute_dtype = torch.float32  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(0)
-    # zeros hide all that comes before them; small weights make all scores alike, and large ones magnify rounding
-    for weight in (each for each in trial.parameters() if each.is_floating_point()):
+    # zeros hide all that comes before them; small weights, of norms too, make all scores alike, and large ones magnify
+    # rounding or let each token see one other, whatever an attention does with the scores
+    for weight in (each for each in trial.parameters() if each.is_floating_point() and each.numel()):
         if not weight.any():
-            weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
-        if weight.dim() > 1:
-            weight.div_(weight.norm() * (weight.shape[-1] / weight.numel()) ** 0.5 / 2)
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+        weight.div_(weight.norm(math.inf))  # squares of very small or large numbers leave the range of fp32
+        usual = 2 * (weight.numel() / weight.shape[-1]) ** 0.5 if weight.dim() > 1 else weight.numel() ** 0.5
+        weight.mul_(usual / weight.norm())
     outline.model.eval()
     return trial
 

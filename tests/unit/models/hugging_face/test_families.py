@@ -218,18 +218,22 @@ def test_an_eager_attention_that_the_owner_does_not_use_decides_nothing(function
         assert ways_of(pipeline) == ["fast", "fast"]
 
 
+@pytest.mark.parametrize(("weight", "factor"), [
+    ("o_proj", 0.0),  # training may start from zeros, as in LayerScale and µP
+    ("layernorm", 0.01),  # all scores are alike, as in the first layers of pretrained models
+    ("layernorm", 100.0),  # each token sees one other
+    ("proj", 1e-30), ("proj", 1e30),
+])  # fmt: skip
 @pytest.mark.parametrize(("function", "way"), [(plain, "fast"), (sharp, "slow")])
-def test_an_attention_behind_a_weight_of_zeros_decides_too(function: Any, way: str) -> None:
-    """Training may start with outputs of attention that are zero, as in LayerScale and µP."""
+def test_an_attention_decides_whatever_the_size_of_weights(function: Any, way: str, weight: str, factor: float) -> None:
     config = config_of("llama")
     config._attn_implementation = "mine"
     with mock.patch.dict(AttentionInterface._global_mapping, {"mine": function}):
         pipeline = Pipeline(config)
+        changed = [parameter for name, parameter in pipeline.parameters.items() if weight in name]
         with torch.no_grad():
-            for name, parameter in pipeline.parameters.items():
-                parameter *= "o_proj" not in name
-        assert not any(each.any() for name, each in pipeline.parameters.items() if "o_proj" in name)
-        assert ways_of(pipeline) == [way, way]
+            torch._foreach_mul_(changed, factor)
+        assert changed and ways_of(pipeline) == [way, way]
 
 
 @pytest.mark.parametrize("factor", [1, 2])

@@ -157,7 +157,7 @@ def _problem_of_spec(spec: ModuleSpec, wanted: type) -> str | None:
     core = core.module if isinstance(core, ModuleSpec) and not core.params else core
     if core not in (None, DotProductAttention, SlicedCoreAttention, transformer_engine.TEDotProductAttention):
         return f"has the core_attention {_name(core)}"
-    if (mask := attention.params.get("attn_mask_type")) in (AttnMaskType.no_mask, AttnMaskType.arbitrary):
+    if "causal" not in (mask := attention.params.get("attn_mask_type") or AttnMaskType.causal).name:
         return f"has attn_mask_type={mask}, which is not causal"
     return None
 

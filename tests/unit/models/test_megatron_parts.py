@@ -15,6 +15,7 @@ pytest.importorskip("megatron.core")
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -266,6 +267,7 @@ def attending(core: Any = DotProductAttention, **params: Any) -> ModuleSpec:
     (attending(functools.partial(DotProductAttention, softmax_scale=1.0)), "has the core_attention functools.partial"),
     (attending(ModuleSpec(DotProductAttention, params={"softmax_scale": 1.0})), "has the core_attention ModuleSpec"),
     (attending(attn_mask_type=AttnMaskType.no_mask), "has attn_mask_type=AttnMaskType.no_mask, which is not causal"),
+    (bert_layer_local_spec, "has attn_mask_type=AttnMaskType.padding, which is not causal"),
     (ModuleSpec(module=IdentityOp), "is of IdentityOp"),
     (changed(self_attention=IdentityOp), "has the self_attention IdentityOp"),
     (get_gpt_layer_local_spec(multi_latent_attention=True), "has the self_attention MLASelfAttention"),

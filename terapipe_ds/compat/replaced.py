@@ -23,12 +23,18 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def module_of_code(function: Any) -> str:
-    """Return the name of the module that has the code of a function or callable object; "" if it was made without one.
+def packages_of(function: Any) -> set[str]:
+    """Return the packages whose code a function or callable object runs: its own, and those of functions that it wraps.
 
-    `functools.wraps` copies `__module__` of another function. It leaves the globals alone.
+    `functools.wraps` copies `__module__` of the wrapped function. It leaves the globals alone.
     """
-    while isinstance(function, partial):
-        function = function.func
-    owner = function if isinstance(function, (BuiltinFunctionType, type)) else type(function)
-    return str(getattr(function, "__globals__", {"__name__": owner.__module__}).get("__name__", ""))
+    packages = set[str]()
+    while function is not None:
+        if isinstance(function, partial):
+            function = function.func
+            continue
+        owner = function if isinstance(function, (BuiltinFunctionType, type)) else type(function)
+        scope = getattr(function, "__globals__", {"__name__": owner.__module__})
+        packages.add(str(scope.get("__name__", "")).partition(".")[0])
+        function = getattr(function, "__wrapped__", None)
+    return packages

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.compat.replaced import module_of_code
+from terapipe_ds.compat.replaced import packages_of
 
 
 class VocabularyRanks(Protocol):
@@ -92,7 +92,7 @@ def change_of(layer: Any, name: str) -> str:
 
 def _is_ours(function: Any) -> bool:
     """Return whether a hook or a forward is this package's: engines look at layers, or replace their products."""
-    return module_of_code(function).startswith("terapipe_ds.")
+    return packages_of(function) == {"terapipe_ds"}
 
 
 class TiedLogits:

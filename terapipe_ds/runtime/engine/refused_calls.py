@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from terapipe_ds.attention.slice_store import SliceEntry
-from terapipe_ds.compat.replaced import module_of_code
+from terapipe_ds.compat.replaced import packages_of
 from terapipe_ds.config.combinations import UNSPLIT, splits_backwards
 from terapipe_ds.messages import logger, show_value
 
@@ -114,11 +114,12 @@ def problem_of_split(module: object, schedule: str) -> str | None:
 def problem_of_instructions(engine: PipelineEngine) -> str | None:
     """Return an error if a program has replaced one of DeepSpeed's instructions: no schedule of slices runs them."""
     for kind, run in engine._INSTRUCTION_MAP.items():
-        if module_of_code(run) != PipelineEngine.__module__:
+        packages = packages_of(run)
+        if getattr(run, "__module__", None) != PipelineEngine.__module__ or not packages <= {"deepspeed", "torch"}:
             return (
                 f"PipelineEngine._INSTRUCTION_MAP[{kind.__name__}] is {getattr(run, '__qualname__', run)} of "
-                f"{module_of_code(run)}, which would never be called, because schedules of slices run no instructions: "
-                "leave DeepSpeed's own function there, or set terapipe.enabled to false"
+                f"{', '.join(sorted(packages))}, which would never be called, because schedules of slices run no "
+                "instructions: leave DeepSpeed's own function there, or set terapipe.enabled to false"
             )
     return None
 

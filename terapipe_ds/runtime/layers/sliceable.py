@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from terapipe_ds.compat.replaced import module_of_code
+from terapipe_ds.compat.replaced import packages_of
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.messages import in_short, logger
 from terapipe_ds.runtime.layers.kept_state import OF_DEEPSPEED, KeptState, changes, leaves, names_in, same
@@ -250,7 +250,7 @@ def _code_of(function: Any) -> Any:
     """
     while isinstance(function, partial):
         function = function.func
-    if module_of_code(function).split(".")[0] in ("deepspeed", "terapipe_ds"):
+    if packages_of(function) <= {"deepspeed", "terapipe_ds"}:
         return None
     return getattr(getattr(function, "__func__", function), "__code__", type(function))
 

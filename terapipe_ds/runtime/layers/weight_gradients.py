@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import _get_current_function_mode_stack
 
 from terapipe_ds.attention import ActiveSlice, active_slice
-from terapipe_ds.compat.replaced import module_of_code
+from terapipe_ds.compat.replaced import packages_of
 from terapipe_ds.losses.head import HandsOn
 from terapipe_ds.runtime.batch.in_flight import InFlightError, Key
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums, hooks_without_need
@@ -417,7 +417,7 @@ def _forward_of(layer: nn.Module, gradients: WeightGradients, input: Tensor) -> 
 @lru_cache(maxsize=64)
 def _is_of_torch(function: Any) -> bool:
     """Return whether torch or DeepSpeed's profiler has written a function: a program may replace torch's own."""
-    return module_of_code(function).partition(".")[0] in ("torch", "deepspeed", "terapipe_ds")
+    return packages_of(function) <= {"torch", "deepspeed", "terapipe_ds"}
 
 
 def _are_operations_replaced() -> bool:

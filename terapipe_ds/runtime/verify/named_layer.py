@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from terapipe_ds.attention.kept import KeptCalls
-from terapipe_ds.compat.replaced import module_of_code, replaced
+from terapipe_ds.compat.replaced import packages_of, replaced
 from terapipe_ds.runtime.layers.activation_checkpointing import (
     checkpoint_with_gradients,
     checkpointing_with_gradients,
@@ -99,7 +99,9 @@ class _WholePart(nn.Module):
         with ExitStack() as stack:
             # DeepSpeed's hooks belong to its engine, which does not run here
             for name in ("_forward_pre_hooks", "_forward_hooks"):
-                hooks = [(key, hook) for key, hook in vars(self.part)[name].items() if _root(hook) not in _WATCHERS]
+                hooks = [
+                    (key, hook) for key, hook in vars(self.part)[name].items() if not packages_of(hook) <= _WATCHERS
+                ]
                 stack.enter_context(replaced(self.part, name, OrderedDict(hooks)))  # torch keeps weak references
             stack.enter_context(replaced(self.part, "micro_offset", self.part.micro_offset))  # counted by DeepSpeed
             stack.enter_context(checkpointing_with_gradients(self.part))
@@ -146,8 +148,8 @@ def layers_of(module: Any) -> list[NamedLayer]:
 # -- authors of layers -------------------------------------------------------------------------------------------------
 
 _PACKAGE = "terapipe_ds"
-_BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # packages that the package's layers are made of
-_WATCHERS = (_PACKAGE, "deepspeed")  # their hooks only measure
+_BUILDING_BLOCKS = {_PACKAGE, "torch", "megatron"}  # packages that the package's layers are made of
+_WATCHERS = {_PACKAGE, "deepspeed"}  # their hooks only measure
 
 
 def all_own(module: Any) -> bool:
@@ -169,7 +171,7 @@ def _is_own(layer: Any) -> bool:
     if isinstance(layer, functools.partial):  # DeepSpeed makes one of a tied layer's own forward
         return all(_is_own(each) for each in (layer.func, *layer.args) if callable(each))
     inner = layer.modules() if isinstance(layer, nn.Module) else ()
-    return _root(layer) == _PACKAGE and all(map(_is_as_built, inner))
+    return packages_of(layer) == {_PACKAGE} and all(map(_is_as_built, inner))
 
 
 def _is_as_built(module: nn.Module) -> bool:
@@ -179,13 +181,9 @@ def _is_as_built(module: nn.Module) -> bool:
     functions = [value for value in own.values() if callable(value)] + [getattr(type(module), "forward", module)]
     hooks = [hook for name in HOOKS_OF_MODULES for hook in own.get(name, {}).values()]
     hooks += [hook for each in module.parameters(recurse=False) for hook in (each._backward_hooks or {}).values()]
-    is_built = all(_root(each) in _BUILDING_BLOCKS for each in (module, *functions))
-    return is_built and all(_root(hook) in _WATCHERS for hook in hooks) and not is_parametrized(module)
+    is_built = all(packages_of(each) <= _BUILDING_BLOCKS for each in (module, *functions))
+    return is_built and all(packages_of(hook) <= _WATCHERS for hook in hooks) and not is_parametrized(module)
 
 
 def _is_foreign(thing: Any) -> bool:
-    return _root(thing) not in (*_BUILDING_BLOCKS, "deepspeed")
-
-
-def _root(thing: Any) -> str:
-    return module_of_code(thing).split(".")[0]
+    return not packages_of(thing) <= {*_BUILDING_BLOCKS, "deepspeed"}

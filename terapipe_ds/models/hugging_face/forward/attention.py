@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from terapipe_ds.attention import sliced_attention
-from terapipe_ds.compat.replaced import module_of_code
+from terapipe_ds.compat.replaced import packages_of
 from terapipe_ds.models.hugging_face.forward.cache import name_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 
@@ -39,7 +39,7 @@ def own_attentions(model: PreTrainedModel) -> list[str]:
     """
     name = getattr(model.config.get_text_config(), "_attn_implementation", None) or ""
     function = ALL_ATTENTION_FUNCTIONS.get(name)
-    is_known = function is None or module_of_code(function).startswith(("transformers.", f"{__package__}."))
+    is_known = function is None or packages_of(function) <= {"transformers", "torch", "terapipe_ds"}
     if name == "eager" or not is_known:
         return [name]
     return ["eager", "sdpa"] if model._supports_sdpa else ["eager"]

@@ -604,6 +604,9 @@ def smaller_forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 REPLACED: dict[str, Callable[[], Any]] = {
     "forward of the class": lambda: mock.patch.object(nn.Linear, "forward", smaller_forward),
+    "forward that torch has compiled": lambda: mock.patch.object(
+        nn.Linear, "forward", torch.compile(smaller_forward, backend="eager")
+    ),
     "forward with torch's name": lambda: mock.patch.object(
         nn.Linear, "forward", functools.wraps(nn.Linear.forward)(lambda layer, x: smaller_forward(layer, x))
     ),

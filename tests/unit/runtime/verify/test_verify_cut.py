@@ -116,8 +116,14 @@ def summed(layer: Any, x: Tensor) -> Tensor:
     return x.cumsum(1)
 
 
+@torch.no_grad()
+def lowered(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output - 1
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook": lambda layer: layer.feed_forward.register_forward_hook(lambda module, inputs, output: output - 1),
+    "hook in a decorator of torch": lambda layer: layer.feed_forward.register_forward_hook(lowered),
     "hook of torch": lambda layer: nn.utils.spectral_norm(layer.feed_forward.down),
     "hook of all modules": lambda _: nn.modules.module.register_module_full_backward_hook(lambda *arguments: None),
     "parametrization": lambda layer: nn.utils.parametrizations.spectral_norm(layer.feed_forward.down),

@@ -268,7 +268,7 @@ def test_a_profiler_shows_each_action_by_its_name() -> None:
 class _StockProfiler(FlopsProfiler):
     """DeepSpeed's profiler behind the calls of ours."""
 
-    def open_batch(self, training: bool) -> None:
+    def open_batch(self, training: bool, tokens: int) -> None:
         """Count everything."""
 
     def defer(self, micro_batch_id: int, operations: int) -> None:

@@ -219,10 +219,10 @@ def test_another_run_is_measured_again(tmp_path: Path, runs: list[dict[str, Any]
 
 
 def _measured_by_others(folder: str) -> list[int]:
-    """Return how often engines measure: with TF32, with rank 1 on a machine of its own, and with both left out."""
+    """Return how often engines measure: with more threads, with rank 1 on a machine of its own, and with neither."""
     rank = torch.distributed.get_rank()
     changes = [
-        mock.patch.object(torch.backends.cuda, "matmul", mock.Mock(fp32_precision="tf32")),
+        mock.patch.object(torch, "get_num_threads", lambda: 3),
         mock.patch.object(platform, "node", lambda: f"machine {rank}"),
         mock.patch.object(platform, "node", lambda: "another name for one machine"),
     ]
@@ -233,7 +233,7 @@ def _measured_by_others(folder: str) -> list[int]:
     return counts
 
 
-def test_other_products_and_other_links_are_measured_again(profile_file: Path) -> None:
+def test_other_threads_and_other_links_are_measured_again(profile_file: Path) -> None:
     """The cache has a profile of the same model, made in fp32 on one machine."""
     assert on_ranks(2, _measured_by_others, folder=str(profile_file.parent)) == [[1, 1, 0]] * 2
 

@@ -1,30 +1,38 @@
 """Test split backwards in the engine, beyond the cases of `zb-h1` and `seq1f1b-zb` in `tests/test_transparency.py`."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
+from terapipe_ds.plan import JOINED_ROWS
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 # -- the same bits -------------------------------------------------------------------------------------------
 
 
-def job_bits(schedules: tuple[str, str]) -> float:
+def job_bits(schedules: tuple[str, str], joined_rows: int) -> float:
     """Return how far the results of two schedules are from each other."""
-    first, second = (
-        engines.run_training(engines.gpt_layers, engines.unchecked(schedule=name), engines.batches(2, 3))
-        for name in schedules
-    )
+    with mock.patch("terapipe_ds.plan.JOINED_ROWS", joined_rows):
+        first, second = (
+            engines.run_training(engines.gpt_layers, engines.unchecked(schedule=name), engines.batches(2, 3))
+            for name in schedules
+        )
     return engines.error_of(vars(first), vars(second))
 
 
 @pytest.mark.parametrize("schedules", [("seq1f1b", "seq1f1b-zb"), ("1f1b", "zb-h1")], ids="-".join)
 def test_the_same_bits_as_unsplit(schedules: tuple[str, str]) -> None:
-    assert rank_pool(2).run(job_bits, schedules=schedules) == [0.0, 0.0]
+    """A product over the rows of several slices adds in an order of its own; here each slice has enough rows."""
+    assert rank_pool(2).run(job_bits, schedules=schedules, joined_rows=1) == [0.0, 0.0]
+
+
+def test_joined_products_are_close_to_unsplit() -> None:
+    assert max(rank_pool(2).run(job_bits, schedules=("1f1b", "zb-h1"), joined_rows=JOINED_ROWS)) <= 1e-10
 
 
 # -- layers that leave nothing -------------------------------------------------------------------------------

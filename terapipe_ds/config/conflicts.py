@@ -110,7 +110,7 @@ def unfilled_in(ds_config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Ite
 
 
 def without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the keys that wait for Trainer."""
+    """Return a copy of a config without the keys that wait for Trainer."""
     config = copy.deepcopy(dict(ds_config))
     for *sections, name in list(unfilled_in(config)):
         functools.reduce(operator.getitem, sections, config).pop(name)

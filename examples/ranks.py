@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from importlib.util import find_spec
 
@@ -20,8 +21,11 @@ def prepare_rank(pin: bool = True) -> None:
     Args:
         pin: bind a CPU rank to cores of its own, one per thread, if the machine has enough for all local ranks.
     """
+    for name in ("LOCAL_RANK", "LOCAL_SIZE"):
+        if (of_mpirun := os.environ.get(f"OMPI_COMM_WORLD_{name}")) is not None:
+            os.environ.setdefault(name, of_mpirun)
     if "LOCAL_RANK" not in os.environ and find_spec("mpi4py") is None:  # which DeepSpeed would ask for the ranks
-        end_with(f"no launcher started this process: deepspeed --num_gpus 2 {' '.join(sys.argv)}")
+        end_with(f"no launcher started this process: deepspeed --num_gpus 2 {shlex.join(sys.argv)}")
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if get_accelerator().device_name() != "cpu":
         return

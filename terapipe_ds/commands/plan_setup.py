@@ -289,7 +289,7 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
             f"number of pipeline stages, --stages {num_parts} if each held one"
         )
     fixed = {
-        "dtype": key.dtype,
+        "dtype": key.parameter_dtype,
         "micro_batch_size": key.micro_batch,
         "tensor_parallel": key.tensor_parallel,
         "activation_checkpointing": key.activation_checkpointing,
@@ -426,7 +426,7 @@ def _measured(
     options: PlanOptions, profile: Profile, bounds: Sequence[int] | None, ds_config: Mapping[str, Any] | None
 ) -> PlanSetup:
     """Return the planner's input with measured costs; with `bounds` the layers are cut there and nowhere else."""
-    models = CostModel.from_profile(profile)
+    models, key = CostModel.from_profile(profile), profile.key
     stages, parts = options.stages, MeasuredParts.of_profile(profile).for_stages(options.stages)
     parts = dataclasses.replace(parts, process_bytes=_process_bytes(options))
     if (wanted := bounds) is not None and profile.layers is not None and parts.is_whole:
@@ -471,9 +471,9 @@ def _measured(
         notes += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"
     return PlanSetup(
         options,
-        f"{profile.key.model} in {profile.key.dtype} on {profile.key.device}, costs measured",
+        f"{key.model} in {key.dtype} on {key.device}, costs measured",
         costs_of,
-        _memory(options, ds_config, profile.key.dtype) if options.model else memory_of if parts.has_memory else None,
+        _memory(options, ds_config, key.parameter_dtype) if options.model else memory_of if parts.has_memory else None,
         parts.both_ways_s,
         notes,
         bounds_of=bounds_of,

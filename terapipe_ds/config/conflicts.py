@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,31 +96,30 @@ _OWN_AUTO_KEYS = {("data_types", "keep_in_fp32_modules"), ("pipeline", "stages")
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
-def unfilled_in(ds_config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the keys whose value "auto" waits for transformers' Trainer to fill it in."""
+def unfilled_in(ds_config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the way to each key whose value "auto" waits for transformers' Trainer to fill it in."""
     for key, value in ds_config.items():
         inner = (*path, str(key))
         is_name = inner[0] in _MONITORS and inner[1:] != ("enabled",)
         if value == "auto" and inner not in _OWN_AUTO_KEYS and not is_name:
-            yield ".".join(inner)
+            yield inner
         elif isinstance(value, Mapping) and inner[0] not in _OWN_AUTO:
             yield from unfilled_in(value, inner)
         elif isinstance(value, list | tuple) and "auto" in value:
-            yield ".".join(inner)
+            yield inner
 
 
 def without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the keys that wait for Trainer."""
+    """Return a copy of a config without the keys that wait for Trainer."""
     config = copy.deepcopy(dict(ds_config))
-    for path in list(unfilled_in(config)):
-        section, _, name = path.rpartition(".")
-        (value_at(config, section) if section else config).pop(name)
+    for *sections, name in list(unfilled_in(config)):
+        functools.reduce(operator.getitem, sections, config).pop(name)
     return config
 
 
 def problem_of_auto(ds_config: Mapping[str, Any]) -> str | None:
     """Report the keys that hold "auto" outside of Trainer; return None where none does."""
-    if not (keys := list(unfilled_in(ds_config))):
+    if not (keys := list(map(".".join, unfilled_in(ds_config)))):
         return None
     return (
         f'{", ".join(keys)} = "auto": only transformers\' Trainer fills such values in, and not for all keys; '

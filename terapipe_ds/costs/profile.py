@@ -52,6 +52,11 @@ class ProfileKey:
     versions: _Versions = dataclasses.field(default_factory=dict)
     layers_fingerprint: str | None = None  # of the layers, however they are cut in parts; None: not noted
 
+    @property
+    def parameter_dtype(self) -> str:
+        """Return the dtype of parameters; `dtype` also names that of products where it is another one."""
+        return self.dtype.split(" ")[0]
+
 
 @dataclass(frozen=True, config=STRICT)
 class CostSample:

@@ -44,7 +44,8 @@ def findings(file: File, stages: int | None, replicas: int | None, tokens: int |
     yield of_file
     if of_file.verdict == "fail":
         return
-    config = yield from _read_section(content)
+    given = without_auto(content)
+    config = yield from _read_section(content, given)
     if config is None:
         return
     # a strategy has the sizes of a batch that the config leaves out
@@ -54,26 +55,26 @@ def findings(file: File, stages: int | None, replicas: int | None, tokens: int |
     if None not in (stages, wanted) and stages != wanted:  # as the engine does
         yield Line("fail", "pipeline.stages", f"{wanted}, and the run has {stages}", "set it to that, or leave it out")
     stages = stages or wanted
-    yield from _refused_by_deepspeed(without_auto(content), stages)
+    yield from _refused_by_deepspeed(given, stages)
     if len(numbers) == len(_BATCH):
         yield from _batch(numbers, replicas)
     yield from _cut(config, tokens)
     yield from _runs(config, keys, stages, _accumulation(numbers, replicas))
-    yield from _layout(config, content, stages)
+    yield from _layout(config, given, stages)
     yield from _profile(config)
     yield from _folders(config)
     text = "only a TeraPipeEngine reads the section: without register() DeepSpeed silently trains whole sequences"
     yield Line("ok", "register", text, "look for lines of terapipe_ds in the log, or print type(engine).__name__")
 
 
-def _read_section(content: dict[str, Any]) -> Generator[Line, None, TeraPipeConfig | None]:
+def _read_section(content: dict[str, Any], given: dict[str, Any]) -> Generator[Line, None, TeraPipeConfig | None]:
     """Yield what the engine refuses, and what DeepSpeed overlooks; return the section if it is enabled and valid."""
     from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-    from terapipe_ds.config.conflicts import problem_of_auto, without_auto
+    from terapipe_ds.config.conflicts import problem_of_auto
     from terapipe_ds.config.unknown_keys import misspelt_keys
 
     try:
-        config = TeraPipeConfig.from_deepspeed(without_auto(content))
+        config = TeraPipeConfig.from_deepspeed(given)
     except TeraPipeConfigError as error:
         for problem in error.problems:
             yield Line("fail", "refused", *_text_and_fix(problem))
@@ -176,12 +177,20 @@ def _cut(config: TeraPipeConfig, sequence_length: int | None) -> Iterator[Line]:
     yield Line("ok", "slices", f"{sequence_length} tokens: {show_key(text, 120)}")
 
 
+def _precision(keys: DeepSpeedJson) -> Generator[Line, None, str]:
+    """Return the name of the precision; yield a line on a section that is no object."""
+    try:
+        return keys.precision or ("the precision of Trainer or torch.autocast" if keys.leaves_precision else "fp32")
+    except CommandError as error:
+        yield Line("fail", "precision", *_text_and_fix(str(error)))
+        return "an unknown precision"
+
+
 def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None, steps: int | None) -> Iterator[Line]:
     """Describe a step of `steps` micro-batches, and how long the stages would wait with equal parts and slices."""
     from terapipe_ds.simulator import UnitCosts, simulate
 
-    of_others = "the precision of Trainer or torch.autocast" if keys.leaves_precision else "fp32"
-    name, precision = config.schedule, keys.precision or of_others
+    name, precision = config.schedule, (yield from _precision(keys))
     slices = f"{config.slices} slices" if isinstance(config.slices, int) else f"slices {json.dumps(config.slices)}"
     yield Line("ok", "section", f"schedule {name}, {slices}, {precision}")
     if stages is None or name == "auto" or name.endswith(".csv"):

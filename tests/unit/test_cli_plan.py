@@ -761,7 +761,14 @@ def test_a_profile_with_the_memory_of_another_model(capsys: pytest.CaptureFixtur
         model.write_text(json.dumps({**shape, "hidden_size": width}))
         if size_of(str(model)).num_parameters() > wanted:
             break
-    assert as_json(capsys, *given, str(model))["peak_bytes"]
+    bytes_counted = as_json(capsys, *given, str(model))["peak_bytes"]
+    assert bytes_counted
+    for products in ("products in tf32", "autocast bfloat16"):  # parameters have the bytes of their own dtype
+        profile = measured_profile()
+        key = dataclasses.replace(profile.key, dtype=f"{profile.key.dtype} ({products})")
+        dataclasses.replace(profile, key=key).save(path)
+        rounded = as_json(capsys, *given, str(model), "--dtype", profile.key.dtype)
+        assert rounded["peak_bytes"] == bytes_counted and products in rounded["setup"]
     without = as_json(capsys, *given[:4], "--model", str(model))
     assert "memory counted as on a GPU" in without["setup"] and without["memory_limit_bytes"] is None
 

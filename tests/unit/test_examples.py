@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -255,6 +255,12 @@ def test_each_rank_takes_its_own_device_under_every_launcher(
         script.main()
     device.set_device.assert_called_once_with(3)
     monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    with patch.dict(os.environ, OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2"):
+        with pytest.raises(SystemExit, match="a device is chosen"):
+            script.main()
+        assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_SIZE"]) == ("1", "2")
+    device.set_device.assert_called_with(1)
     monkeypatch.setattr(sys.modules["ranks"], "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         script.main()

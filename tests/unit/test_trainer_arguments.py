@@ -175,12 +175,13 @@ def test_sections_that_are_null_are_absent() -> None:
     assert (topology.axes, topology.dims) == (["pipe", "data"], [3, 1])
 
 
-def test_a_strategy_has_the_number_of_stages(tmp_path: Path) -> None:
+def test_a_strategy_has_the_number_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(device_card("h200"), 1, 4)
     strategy = plan_strategy("gpt3-1b", cluster, global_batch_size=8, sequence_length=1024, stages=2)
     path = tmp_path / "strategy.json"
     path.write_text(strategy.to_json())
-    section = {"strategy": str(path)}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    section = {"strategy": "~/strategy.json"}
     for count in ("auto", 2):
         stages = without_start(Stages, _raw={"pipeline": {"stages": count}}, section=section)
         assert stages._wanted_topology().get_dim("pipe") == 2

@@ -57,10 +57,11 @@ class Driver:
         """Free everything that the driver holds."""
 
     def remember_start(self) -> None:
-        """Keep parameters, the options of the optimizer and the scheduler as they are now, for `restart`."""
+        """Keep parameters, the options and loss scale of the optimizer, and the scheduler, for `restart`."""
         self._start = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters()]
-        groups = self.optimizer.param_groups
-        self._start_options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        scalers = [getattr(self.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
+        options = [*self.optimizer.param_groups, *(vars(scaler) for scaler in scalers if scaler is not None)]
+        self._start_options = [(each, {name: each[name] for name in each if name != "params"}) for each in options]
         self._start_rates = None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())
 
     def restart(self) -> None:
@@ -72,8 +73,8 @@ class Driver:
                 tensor.zero_()
         for state in self.optimizer.state.values():  # DeepSpeed's own Adam counts its steps by ints
             state |= {name: 0 for name, value in state.items() if type(value) is int}
-        for group, options in zip(self.optimizer.param_groups, self._start_options, strict=True):
-            group |= options
+        for options, start_options in self._start_options:
+            options |= start_options
         if self.scheduler is not None:
             self.scheduler.load_state_dict(copy.deepcopy(self._start_rates))
         refresh = getattr(self.optimizer, "refresh_fp32_params", None)

@@ -93,7 +93,7 @@ class Stages:
         path, count = self.section.get("strategy"), self._raw.get("pipeline", {}).get("stages", "auto")
         if path is not None:
             try:
-                strategy = read_strategy(str(path))
+                strategy = read_strategy(os.path.expanduser(str(path)))
             except ValueError as error:
                 raise TeraPipeConfigError(f"terapipe.strategy = {path!r}: {error}") from None
             if count not in ("auto", strategy.grid["pipe"]):

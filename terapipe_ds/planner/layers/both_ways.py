@@ -53,9 +53,5 @@ def line_of(links: Iterable[LinkSample]) -> tuple[float, float]:
 
 
 def gradient_itemsize(dtype: str) -> int:
-    """Return the bytes of a parameter's gradient, by the `dtype` of a profile's key, which may name an autocast too.
-
-    DeepSpeed accumulates the gradients of bfloat16 in fp32.
-    """
-    name = dtype.split(" ")[0]
-    return 4 if name == "bfloat16" else ITEMSIZE.get(name, 4)
+    """Return the bytes of a parameter's gradient. DeepSpeed accumulates the gradients of bfloat16 in fp32."""
+    return 4 if dtype == "bfloat16" else ITEMSIZE.get(dtype, 4)

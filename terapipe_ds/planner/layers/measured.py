@@ -65,7 +65,7 @@ class MeasuredLayers(Layers):
         self._cluster = cluster
         self._profiles = _by_size(profiles)
         key = profiles[0].key
-        self.dtype, self.name = key.dtype.split(" ")[0], key.model
+        self.dtype, self.name = key.parameter_dtype, key.model
         if self.dtype not in ("float32", "float16", "bfloat16"):
             raise PlannerError(f"profiles are of {self.dtype}: strategies have float32, float16, bfloat16; measure so")
         if sequence_length > key.sequence_length:

@@ -47,7 +47,7 @@ class MeasuredParts:
         layers = layers if of_this_run else [dataclasses.replace(layer, memory=None) for layer in layers]
         bounds = tuple(range(len(layers) + 1)) if profile.layers is None else profile.layers.bounds
         is_whole = len(bounds) > 2 or (is_timed and profile.pipeline_stages == 1)
-        itemsize = gradient_itemsize(profile.key.dtype)
+        itemsize = gradient_itemsize(profile.key.parameter_dtype)
         return cls(layers, bounds, is_timed, link_bytes_per_s(profile.links), itemsize, is_whole=is_whole)
 
     def running(

@@ -64,20 +64,22 @@ def test_a_message_takes_half_of_its_way_there_and_back(monkeypatch: pytest.Monk
 
 
 class CountingSteps(torch.optim.SGD):
-    """Count steps by ints, as DeepSpeed's Adam does, and let updates depend on the count."""
+    """Count steps by ints, as DeepSpeed's Adam does; updates depend on the count and on a loss scale that falls."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["step"] = state.get("step", 0) + 1
-                parameter.data -= group["lr"] / state["step"]
+                parameter.data -= group["lr"] / state["step"] * self.loss_scaler.cur_scale
+        self.loss_scaler.cur_scale /= 2
 
 
 class LearnsByItself(Driver):
     def __init__(self) -> None:
         self.weight = torch.nn.Parameter(torch.ones(2))
         self.optimizer = CountingSteps([self.weight], lr=0.5)
+        self.optimizer.loss_scaler = SimpleNamespace(cur_scale=1.0)
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=9)
 
     def parameters(self) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,12 +47,22 @@ def test_a_check_that_raises_is_a_line() -> None:
     assert line.found.startswith("OSError: ") and "no such" in line.found and "\x1b" not in line.found
 
 
-def test_a_check_that_fails_midway_keeps_its_lines(tmp_path: Path) -> None:
-    """A section that is no object is a fault of the config, which DeepSpeed names, and no end of the report."""
+def test_a_check_that_fails_midway_keeps_its_lines() -> None:
+    def fails_midway() -> Iterator[Line]:
+        yield Line("ok", "first", "it is there")
+        raise OSError("no such")
+
+    assert [(line.verdict, line.name) for line in found(fails_midway)] == [("ok", "first"), ("fail", "the check")]
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16", "torch_autocast"])
+@pytest.mark.parametrize("value", [True, "auto"])
+def test_a_section_that_is_no_object_does_not_end_the_report(tmp_path: Path, section: str, value: object) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({**USUAL, "bf16": True}))
-    lines = found(lambda: deepspeed_json.findings(deepspeed_json.read(str(path)), 3, 2))
-    assert [line.name for line in lines[:2]] == ["file", "DeepSpeed"] and lines[-1].verdict == "fail"
+    path.write_text(json.dumps({**USUAL, section: value}))
+    lines = {line.name: line for line in found(lambda: deepspeed_json.findings(deepspeed_json.read(str(path)), 3, 2))}
+    assert (lines["precision"].verdict, lines["precision"].fix) == ("fail", "give an object")
+    assert lines["register"].verdict == "ok"
 
 
 def test_what_is_needed_and_missing_is_said() -> None:
@@ -223,6 +233,7 @@ def test_a_healthy_config(tmp_path: Path) -> None:
     ({"bf16": {"enabled": "auto"}}, "section", "ok", "4 slices, the precision of Trainer or torch.autocast"),
     ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "section", "ok", "the precision of Trainer or"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "refused", "fail", "float16\" with 3 stages"),
+    ({"optimizer": {"type": "Adam", "params": {"a.b": "auto"}}}, "auto", "warning", "optimizer.params.a.b"),
     ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps", "fail", "= 2.5"),
     ({"gradient_accumulation_steps": 2.5}, "register", "ok", "only a TeraPipeEngine"),
     ({"pipeline": {"activation_checkpoint_interval": 2}, "terapipe": {"enabled": True, "recompute": "full"}},

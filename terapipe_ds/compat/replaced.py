@@ -24,7 +24,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def packages_of(function: Any) -> set[str]:
-    """Return the packages whose code a function or callable object runs: its own, and those of functions that it wraps.
+    """Return the package of a function or callable object, and the packages of the functions that it wraps.
 
     `functools.wraps` copies `__module__` of the wrapped function. It leaves the globals alone.
     """

@@ -328,7 +328,7 @@ class TeraPipeConfig(StrictModel):
 
         With "auto" none does until the planner has chosen its layers. A stage that `stands_for_all` recomputes if some
         stage may. Raise TeraPipeConfigError for stages beyond `num_stages`, and where an interval of activation
-        checkpointing says otherwise, the module's `own` or that of `ds_config`.
+        checkpointing says otherwise: the module's `own`, or the one in `ds_config`.
         """
         stages = self.recompute if isinstance(self.recompute, tuple) else ()
         if self.recompute is None:

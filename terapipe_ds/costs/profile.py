@@ -54,7 +54,7 @@ class ProfileKey:
 
     @property
     def parameter_dtype(self) -> str:
-        """Return the dtype of parameters; `dtype` also names that of products where it is another one."""
+        """Return the dtype of parameters; `dtype` adds the one of products if they differ."""
         return self.dtype.split(" ")[0]
 
 

@@ -57,7 +57,7 @@ def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
 
 
 def computes_as_megatron(layer: Any) -> bool:
-    """Return whether the product of a layer is that of its class in megatron-core, or this module's."""
+    """Return whether a layer has the product of its class in megatron-core, or the one of this module."""
     replaced = vars(layer).get("_forward_impl")
     plain = (ColumnParallelLinear._forward_impl, RowParallelLinear._forward_impl)
     is_usual = replaced is None or getattr(replaced, "func", None) is _split_forward  # of an earlier engine

@@ -103,7 +103,7 @@ def device_and_threads(device: torch.device) -> str:
 
 
 def _arithmetic(dtype: torch.dtype, autocast: torch.dtype | None, device: str) -> str:
-    """Return the dtype of parameters, and that of products where it is another one."""
+    """Return the dtype of parameters, with the one of products if they differ."""
     if autocast is not None:
         return f"{_name(dtype)} (autocast {_name(autocast)})"
     # "tf32" multiplies up to eight times as fast

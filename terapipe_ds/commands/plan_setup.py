@@ -384,14 +384,13 @@ def counted_setup(
     def costs_of(num_parts: int) -> list[Any] | None:
         return None if num_parts > max(size.num_layers, options.stages) else count(num_stages=num_parts)
 
-    notes = {"experts": size.about_experts(), "tensor ranks": size.about_tensor_ranks(options.tensor_parallel)}
     return PlanSetup(
         options,
         f"{size.name} in {dtype} on {devices * options.data_parallel} x {card.title}, costs counted",
         costs_of,
         _memory(options, ds_config, dtype),
         _counted_both_ways(options, costs_of),
-        "".join(f"\n{name}: {text}" for name, text in notes.items() if text),
+        "".join(f"\n{name}: {text}" for name, text in size.notes(options.tensor_parallel).items()),
         size=size,
     )
 

@@ -331,7 +331,8 @@ def _best_lines(best: Strategy, question: _Question) -> Iterator[str]:
         slices = f"{in_runs(best.slices)} tokens"
         slices = f"{count}: {slices}" if len(set(best.slices)) > 1 else slices
     size = size_of(question.model) if isinstance(question.model, str) else None
-    experts, divided = ("", "") if size is None else (size.about_experts(), size.about_tensor_ranks(sizes["model"]))
+    notes = {} if size is None else size.notes(sizes["model"])
+    divided = notes.pop("tensor ranks", "")
     lines = [
         ("step", f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s"),
         ("", f"lower bound {best.lower_bound_s:.4g} s, gap {best.gap:.1%}"),
@@ -346,7 +347,7 @@ def _best_lines(best: Strategy, question: _Question) -> Iterator[str]:
         ("schedule", best.schedule + chunks),
         ("slices", slices),
         ("layers", f"{_part_runs(parts)} (embedding and head count as one each)"),
-        *([("experts", experts)] if experts else []),
+        *notes.items(),
         *zip(("memory", ""), _memory_lines(best, question), strict=False),
     ]
     yield from (f"  {name:11} {text}" for name, text in lines)

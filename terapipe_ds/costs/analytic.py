@@ -2,7 +2,8 @@
 
 Each group of operations takes max(FLOPs / reachable FLOP/s, bytes / reachable bytes/s) (the roofline of Williams et
 al., 2009), and each kernel its launch floor on top, so that small slices meet the floor of launches and of reading
-the weights. Attention is counted exactly: a slice of i tokens after j attends to i*j + i*(i+1)/2 (query, key) pairs.
+the weights. Attention is counted exactly: a slice of i tokens after j attends to i*j + i*(i+1)/2 (query, key) pairs,
+or to those within the window of its layer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,7 @@ class AnalyticCosts:
     keeps_attention: bool = False  # activation checkpointing runs all of the forward again but attention
     fused_loss: bool = False  # `terapipe_ds.losses`: the head's products, chunk by chunk, are all in the backward
     splits_tokens: bool = False  # Megatron's sequence parallelism: tensor ranks divide norms, residuals and messages
+    windows: tuple[tuple[int, int], ...] = ()  # tokens that a token sees, and how many of the layers have that window
 
     vectorized = True
 
@@ -214,11 +217,23 @@ class AnalyticCosts:
         return self._product_s(i, active, numbers, 5, adds, held)
 
     def _attention_s(self, i: Array, j: Array, backward: bool = False) -> Array:
-        """Time Q K^T and P V: 2 FLOPs each per pair, head and head dimension. K and V of the prefix are read again."""
+        """Time Q K^T and P V of a layer, the mean of those that have windows and those that see the whole prefix."""
+        without = self.num_layers - sum(count for _, count in self.windows)
+        seconds = np.zeros_like(i)
+        for window, count in ((math.inf, without), *self.windows) if self.num_layers else ():
+            if count:
+                seconds = seconds + count / self.num_layers * self._attention_of_s(i, j, window, backward)
+        return seconds
+
+    def _attention_of_s(self, i: Array, j: Array, window: float, backward: bool) -> Array:
+        """Time 2 FLOPs each per pair, head and head dimension. K and V of the prefix in reach are read again."""
         size, heads = self.model, self.model.num_heads / self.tensor_parallel / self.sequence_parallel
         pairs = i * j + i * (i + 1) / 2  # a token sees the prefix and its slice up to itself
+        if window < math.inf:
+            pairs = _seen(i + j, window) - _seen(j, window)
         flops = 4 * self.micro_batch * heads * size.mean_head_dim * pairs
-        numbers = 2 * heads * i + 2 * self._kv_heads(self.sequence_parallel) * (i + j)
+        reach = i + np.minimum(j, window - 1)
+        numbers = 2 * heads * i + 2 * self._kv_heads(self.sequence_parallel) * reach
         moved = self._item * self.micro_batch * size.mean_head_dim * numbers
         if not backward:
             return self._roofline_s(flops, moved, 2, self.device.attention_efficiency)
@@ -331,11 +346,22 @@ def analytic_costs(
     links = link_of(devices or num_stages * tensor_parallel), link_of(tensor_parallel)
     dtype = card.resolve_dtype(dtype)
     # equal parts are one object, so planner and simulator ask it once
-    keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
+    spans = (range(stop - count, stop) for count, stop in zip(layers, accumulate(layers), strict=True))
+    keys = [
+        (count, part_id == 0, part_id == num_stages - 1, size.windows_of(span))
+        for part_id, (count, span) in enumerate(zip(layers, spans, strict=True))
+    ]
     again, loss, tokens = activation_checkpointing, fused_loss, splits_tokens
     part = partial(AnalyticCosts, size, card, dtype, micro_batch, fused_loss=loss, splits_tokens=tokens)
-    parts = {key: part(*key, tensor_parallel, again, *links, wire_formats) for key in keys}
+    parts = {key: part(*key[:3], tensor_parallel, again, *links, wire_formats, windows=key[3]) for key in keys}
     return [parts[key] for key in keys]
+
+
+def _seen(tokens: Array, window: float) -> Array:
+    """Return the pairs of a query and a key in the first tokens of a sequence, within a window."""
+    inside = np.minimum(tokens, window)
+    seen: Array = inside * (inside + 1) / 2 + (tokens - inside) * window
+    return seen
 
 
 def _arguments(tokens: Any, prefix: Any) -> tuple[Array, Array]:

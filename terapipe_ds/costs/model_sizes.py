@@ -6,12 +6,14 @@ Sources of the numbers: `nano`, `tiny` and `mini` are ours, for work on a CPU. `
 arXiv 2407.21783); `qwen3-*` of the Qwen team (2025, arXiv 2505.09388), `mistral-7b` and `mixtral-8x7b` of Mistral AI's
 config.json (v0.3 and v0.1), `deepseek-v3` of DeepSeek-AI (2024, arXiv 2412.19437), without its multi-token prediction.
 
-With experts, time and memory take each decoder layer as the mean of all: a few layers may have one MLP instead.
+With experts, time and memory take each decoder layer as the mean of all: a few layers may have one MLP instead. Time
+counts the window of each layer's attention, and memory their mean.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 from terapipe_ds.messages import look_up, show_value
@@ -74,6 +76,7 @@ class ModelSize:
     rope_base: float = 10000.0
     experts: Experts | None = None
     latent: Latent | None = None
+    windows: tuple[int, ...] = ()  # tokens that a token of each layer sees, itself among them; 0: all. Empty: all 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -87,6 +90,10 @@ class ModelSize:
             )
         if self.positions not in ("rope", "learned"):
             raise ModelSizeError(f"model size {self.name!r}: positions = {self.positions!r}; give 'rope' or 'learned'")
+        if len(self.windows) not in (0, self.num_layers):
+            raise ModelSizeError(
+                f"model size {self.name!r}: {len(self.windows)} windows, {self.num_layers} layers; give one per layer"
+            )
 
     @property
     def mean_head_dim(self) -> int:
@@ -151,28 +158,39 @@ class ModelSize:
         """Count the parameters that one token passes: its experts, and all parameters outside of experts."""
         return self.num_parameters() - self.mlp_weights() + self.mlp_weights(active=True)
 
-    def about_experts(self) -> str:
-        """Return a line about a model with experts, or an empty one."""
-        if (of := self.experts) is None:
-            return ""
-        total, active = self.num_parameters() / 1e9, self.active_parameters() / 1e9
-        counts = f"{of.number} per layer, {of.per_token} per token; {total:.4g} B parameters, {active:.3g} B per token"
-        return f"{counts}; all experts of a layer on its stage, expert parallelism is not searched"
-
-    def about_tensor_ranks(self, degree: int) -> str:
-        """Return a line about weights that models of Hugging Face keep whole on `degree` ranks, or an empty one."""
+    def notes(self, tensor_ranks: int) -> dict[str, str]:
+        """Return, by name, lines about experts, windows, and weights that models of Hugging Face keep whole."""
+        found = {}
+        if (of := self.experts) is not None:
+            total, active = self.num_parameters() / 1e9, self.active_parameters() / 1e9
+            found["experts"] = (
+                f"{of.number} per layer, {of.per_token} per token; {total:.4g} B parameters, {active:.3g} B per token; "
+                "all experts of a layer on its stage, expert parallelism is not searched"
+            )
+        if self.windows:
+            counts = self.windows_of(range(self.num_layers))
+            texts = (f"{count} of {self.num_layers} layers see {window:,} tokens at most" for window, count in counts)
+            found["windows"] = ", ".join(texts)
         has = {"latent attention": self.latent, "experts": self.experts}
         kinds = " and ".join(name for name, value in has.items() if value)
-        if degree == 1 or not kinds:
-            return ""
-        return f"{kinds} counted as divided, as megatron-core does; models of Hugging Face keep them whole"
+        if tensor_ranks > 1 and kinds:
+            found["tensor ranks"] = (
+                f"{kinds} counted as divided, as megatron-core does; models of Hugging Face keep them whole"
+            )
+        return found
 
     def training_flops(self, length: int) -> float:
         """Count the FLOPs of a forward and its backward over one sequence, without recomputation."""
         matrices = self.num_layers * self.attention_weights() + self.mlp_weights(active=True)
         matrices += self.vocab_size * self.hidden_size
-        attention = 4 * self.num_heads * self.mean_head_dim * length * (length + 1) / 2
-        return 3.0 * (2 * matrices * length + self.num_layers * attention)
+        seen = (min(window or length, length) for window in self.windows or (0,) * self.num_layers)
+        pairs = sum(window * (window + 1) // 2 + (length - window) * window for window in seen)
+        attention = 4 * self.num_heads * self.mean_head_dim * pairs
+        return 3.0 * (2 * matrices * length + attention)
+
+    def windows_of(self, layers: range) -> tuple[tuple[int, int], ...]:
+        """Return the windows of these layers, each with the number of layers that have it."""
+        return tuple(Counter(filter(None, (self.windows[layer] for layer in layers if self.windows))).items())
 
     def norm_parameters(self) -> int:
         return self.hidden_size * (2 if self.bias else 1)

@@ -46,6 +46,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize, loss_chunk_tokens
@@ -254,11 +255,16 @@ class Setup:
         # logits of a chunk: as computed, and in fp32 at least, where that differs
         logits = size.vocab_size * (self._wide + (item if item < self._wide else 0)) // self.tensor_parallel
         fresh, fresh_of_whole = (self._fresh_gradient_bytes(is_first, is_last, layers, w) for w in (False, True))
+        store, store_grad = (rows * layers * keys_values * of for of in (item, self._wide))
+        windowed = len(windows := [*filter(None, size.windows)]) / size.num_layers  # the share of the mean layer
         return PartMemory(
             static_bytes=self._static_bytes(parameters) - gradients,
             slice_bytes_per_token=share * kept,
-            store_bytes_per_token=rows * layers * keys_values * item,
-            store_grad_bytes_per_token=rows * layers * keys_values * self._wide,
+            store_bytes_per_token=store,
+            store_grad_bytes_per_token=store_grad,
+            windowed_store_bytes_per_token=windowed * store,
+            windowed_grad_bytes_per_token=windowed * store_grad,
+            window_tokens=fmean(windows) - 1 if windows else 0,
             working_bytes=fresh + (turns if layers and size.positions == "rope" else 0),
             working_whole_bytes=fresh_of_whole - fresh,
             working_bytes_per_token=share * self._working(is_first, is_last, layers),

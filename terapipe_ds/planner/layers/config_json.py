@@ -56,7 +56,13 @@ _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Entries of `layer_types` of layers with attention."""
 
 _WINDOWS = {"sliding_window", "attention_chunk_size"}
-"""Keys in which layers may differ: no count depends on them."""
+"""Keys in which layers may differ; chunks of attention are not counted."""
+
+_WINDOWED = {"mistral", "ministral", "mixtral", "phi3", "phimoe", "starcoder2", "qwen3_moe"}
+"""Families whose layers all have the window of their config, where it does not list kinds of layers."""
+
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4, "olmo3": 4}
+"""Families of which only each layer of such a number has no window, where their config does not say."""
 
 
 def size_of_config(path: str) -> ModelSize:
@@ -78,7 +84,7 @@ def size_of_config(path: str) -> ModelSize:
     family = str(config.get("model_type", ""))
     _check_kind(path, family, document, config)
     # families spell the same number in different ways
-    for name in (name for names in _KEYS.values() for name in names):
+    for name in (*itertools.chain(*_KEYS.values()), "sliding_window"):
         if (value := config.get(name)) is not None and (type(value) is not int or value < 0):
             fix = "give an integer, or a measured profile if layers differ"
             raise PlannerError(f"{path}: {name} = {show_value(value)}: {fix}")
@@ -109,6 +115,7 @@ def size_of_config(path: str) -> ModelSize:
             bias=family in _NOT_GATED - _WITHOUT_BIAS,
             tied_embedding=_is_tied(family, document, config),
             positions="learned" if family in _LEARNED else "rope",
+            windows=_windows(path, family, config, numbers["num_layers"]),
         )
     except ModelSizeError as error:
         raise PlannerError(f"{path}: {error}") from None
@@ -147,6 +154,27 @@ def _latent(path: str, config: Mapping[str, Any], numbers: dict[str, int]) -> La
     rank, rope, value, rest = (_needed(path, config, name) for name in names)
     numbers["head_dim"] = rope + rest
     return Latent(_number(config, ["q_lora_rank"]), rank, rope, value)
+
+
+def _windows(path: str, family: str, config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the tokens that each layer sees, 0 for all; nothing if no layer has a window."""
+    window, layers = _number(config, ["sliding_window"]), range(num_layers)
+    window *= bool(config.get("use_sliding_window", not family.startswith(("qwen", "smollm3"))))
+    kinds = _listed(path, config, "layer_types", str)
+    every = _number(config, ["sliding_window_pattern"]) or _FULL_EVERY.get(family, 0)
+    if kinds:
+        windowed = {layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
+    elif every:
+        windowed = {layer for layer in layers if (layer + 1) % every}
+    elif family in ("qwen2", "qwen3"):
+        windowed = {*layers[_number(config, ["max_window_layers"]) or 28 :]}
+    else:
+        windowed = {*layers} if family in _WINDOWED else set()
+    if kinds and len(kinds) != num_layers:
+        raise PlannerError(f"{path}: layer_types has {len(kinds)} entries for {num_layers} layers: give one per layer")
+    own = (config.get("per_layer_config") or {}).get
+    windows = [(i in windowed) * (_number(own(str(i), {}), ["sliding_window"]) or window) for i in layers]
+    return tuple(windows) if any(windows) else ()
 
 
 def _needed(path: str, config: Mapping[str, Any], name: str) -> int:

@@ -54,7 +54,7 @@ class CountedLayers(Layers):
     def layer_costs(self, setting: Setting, recompute: int) -> Sequence[AnalyticCosts]:
         """Return the costs of embedding, decoder layer and head; the costs of a part are their sums."""
 
-        def kind(layers: int, *, embedding: bool = False, head: bool = False) -> AnalyticCosts:
+        def kind(layers: int, *, embedding: bool = False, head: bool = False, window: int = 0) -> AnalyticCosts:
             links = self._cluster.between, self._cluster.within
             counts = self._arithmetic, setting.micro_batch, layers, embedding, head, setting.tensor
             return AnalyticCosts(
@@ -66,9 +66,12 @@ class CountedLayers(Layers):
                 sequence_parallel=setting.sequence,
                 keeps_attention=recompute == Again.KEEPS_ATTENTION,
                 fused_loss=self.fused_loss,
+                windows=((window, 1),) if window else (),
             )
 
-        return [kind(0, embedding=True), *[kind(1)] * self.size.num_layers, kind(0, head=True)]
+        windows = self.size.windows or (0,) * self.size.num_layers
+        decoders = {window: kind(1, window=window) for window in set(windows)}
+        return [kind(0, embedding=True), *map(decoders.__getitem__, windows), kind(0, head=True)]
 
     def output_bytes(self, setting: Setting) -> Floats:
         per_token = setting.micro_batch * self.size.hidden_size * ITEMSIZE[self.dtype] / setting.sequence

@@ -4,7 +4,8 @@ Sources of the numbers: `nano`, `tiny` and `mini` are ours, for work on a CPU. `
 "TeraPipe" (ICML 2021, arXiv 2102.07988, table 1), with vocabulary and context of Brown et al. (2020, arXiv
 2005.14165). `llama-*` are the models of Touvron et al. (2023, arXiv 2307.09288) and of Grattafiori et al. (2024,
 arXiv 2407.21783); `qwen3-*` of the Qwen team (2025, arXiv 2505.09388), `mistral-7b` and `mixtral-8x7b` of Mistral AI's
-config.json (v0.3 and v0.1), `deepseek-v3` of DeepSeek-AI (2024, arXiv 2412.19437), without its multi-token prediction.
+config.json (v0.3 and v0.1), `deepseek-v3` of DeepSeek-AI (2024, arXiv 2412.19437), without its multi-token prediction,
+`gemma-3-*` of the Gemma team (2025, arXiv 2503.19786), without images, `gpt-oss-*` of OpenAI (2025, arXiv 2508.10925).
 
 With experts, time and memory take each decoder layer as the mean of all: a few layers may have one MLP instead. Time
 counts the window of each layer's attention, and memory their mean.
@@ -229,6 +230,17 @@ def _gpt3(name: str, num_layers: int, hidden_size: int, num_heads: int) -> Model
     return ModelSize(name, *fields, gated_mlp=False, bias=True, tied_embedding=True, positions="learned")
 
 
+def _gemma3(name: str, num_layers: int, hidden_size: int, num_heads: int, head_dim: int) -> ModelSize:
+    fields = (hidden_size, num_heads, num_heads // 2, head_dim, 4 * hidden_size, 262208, 131072)
+    windows = tuple(1024 if (layer + 1) % 6 else 0 for layer in range(num_layers))
+    return ModelSize(name, num_layers, *fields, tied_embedding=True, rope_base=1e6, windows=windows)
+
+
+def _gpt_oss(name: str, num_layers: int, experts: int) -> ModelSize:
+    fields, windows = (2880, 64, 8, 64, 2880, 201088, 131072), (128, 0) * (num_layers // 2)
+    return ModelSize(name, num_layers, *fields, rope_base=150000.0, experts=Experts(experts, 4), windows=windows)
+
+
 # num_layers, hidden_size, num_heads, num_kv_heads, head_dim, ffn_size, vocab_size, max_sequence_length
 _SIZES = (
     ModelSize("nano", 2, 64, 2, 2, 32, 192, 256, 4096),
@@ -245,9 +257,13 @@ _SIZES = (
     ModelSize("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, 40960, rope_base=1000000.0),
     ModelSize("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936, 40960, rope_base=1000000.0),
     ModelSize("mistral-7b", 32, 4096, 32, 8, 128, 14336, 32768, 32768, rope_base=1000000.0),
+    _gemma3("gemma-3-12b", 48, 3840, num_heads=16, head_dim=256),
+    _gemma3("gemma-3-27b", 62, 5376, num_heads=32, head_dim=128),
     ModelSize("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, 32768, rope_base=1e6, experts=Experts(8, 2)),
     ModelSize("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, 40960, rope_base=1e6, experts=Experts(128, 8)),
     ModelSize("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536, 151936, 40960, rope_base=1e6, experts=Experts(128, 8)),
+    _gpt_oss("gpt-oss-20b", 24, 32),
+    _gpt_oss("gpt-oss-120b", 36, 128),
     ModelSize(
         *("deepseek-v3", 61, 7168, 128, 128, 192, 2048, 129280, 163840),
         experts=Experts(256, 8, shared_ffn_size=2048, dense_layers=3, dense_ffn_size=18432),

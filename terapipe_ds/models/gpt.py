@@ -118,11 +118,11 @@ class GPTConfig(BaseModel):
         `from_name("tiny", num_heads=2)` has heads of half the hidden size.
 
         Raises:
-            ModelSizeError: no size has that name, or the size has experts.
+            ModelSizeError: no size has that name, or the size has experts, latent attention or windows.
         """
         named = model_sizes.model_size(name)
-        if named.experts is not None or named.latent is not None:
-            problem = f"{named.name} has experts or latent attention, which these layers lack"
+        if named.experts is not None or named.latent is not None or named.windows:
+            problem = f"{named.name} has experts, latent attention or windows, which these layers lack"
             raise model_sizes.ModelSizeError(f"{problem}; build it with from_pretrained, or give another size")
         size = dataclasses.asdict(named)
         fields = {name: size[name] for name in cls.model_fields if name in size}

@@ -225,12 +225,13 @@ def test_initial_scale() -> None:
 # -- sizes ---------------------------------------------------------------------------------------------------
 
 
-def test_sizes_with_experts_are_refused() -> None:
-    with pytest.raises(ModelSizeError, match="qwen3-30b-a3b has experts .* build it with from_pretrained"):
-        GPTConfig.from_name("qwen3-30b-a3b")
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-3-27b"])
+def test_sizes_with_experts_or_windows_are_refused(name: str) -> None:
+    with pytest.raises(ModelSizeError, match=f"{name} has experts, .* or windows.* build it with from_pretrained"):
+        GPTConfig.from_name(name)
 
 
-@pytest.mark.parametrize("name", [size.name for size in MODEL_SIZES.values() if size.experts is None])
+@pytest.mark.parametrize("name", [size.name for size in MODEL_SIZES.values() if not (size.experts or size.windows)])
 def test_named_sizes_have_the_parameters_that_the_planner_counts(name: str) -> None:
     config = GPTConfig.from_name(name)
     with torch.device("meta"):

@@ -41,7 +41,10 @@ _TIED = {
 }  # fmt: skip
 """Families whose configs tie the output matrix to the embedding where they do not say."""
 
-_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe"}
+_EXPERTS = {
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss", "phimoe",
+    "granitemoe", "dots1", "flex_olmo", "solar_open", "minimax_m2",
+}  # fmt: skip
 """Families whose experts are counted."""
 
 _ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true or absent
@@ -61,7 +64,7 @@ _WINDOWS = {"sliding_window", "attention_chunk_size"}
 _WINDOWED = {"mistral", "ministral", "mixtral", "phi3", "phimoe", "starcoder2", "qwen3_moe"}
 """Families whose layers all have the window of their config, where it does not list kinds of layers."""
 
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4, "olmo3": 4}
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4, "olmo3": 4, "gpt_oss": 2}
 """Families of which only each layer of such a number has no window, where their config does not say."""
 
 
@@ -173,7 +176,8 @@ def _windows(path: str, family: str, config: Mapping[str, Any], num_layers: int)
     if kinds and len(kinds) != num_layers:
         raise PlannerError(f"{path}: layer_types has {len(kinds)} entries for {num_layers} layers: give one per layer")
     own = (config.get("per_layer_config") or {}).get
-    windows = [(i in windowed) * (_number(own(str(i), {}), ["sliding_window"]) or window) for i in layers]
+    of_layers = ({"sliding_window": window} | own(str(layer), {}) for layer in layers)
+    windows = [_number(each, ["sliding_window"]) * (i in windowed) for i, each in enumerate(of_layers)]
     return tuple(windows) if any(windows) else ()
 
 

@@ -37,9 +37,10 @@ def test_flops_of_the_whole_model(name: str, stages: int) -> None:
         biases = 3 * size.num_heads * size.head_dim + 2 * size.hidden_size + size.ffn_size
     ends = size.embedding_parameters() + size.head_parameters()
     weights = size.active_parameters() - ends - size.num_layers * (norms + biases) + size.vocab_size * size.hidden_size
-    pairs = length * (length + 1) // 2
+    seen = [window or length for window in size.windows or (0,) * size.num_layers]  # the last tokens, of each layer
+    pairs = sum(min(place, window) for window in seen for place in range(1, length + 1))
     values = size.latent.value_dim if size.latent else size.head_dim
-    attention = size.num_layers * 2 * size.num_heads * (size.head_dim + values) * pairs  # Q K^T and P V, 2 FLOPs each
+    attention = 2 * size.num_heads * (size.head_dim + values) * pairs  # Q K^T and P V, 2 FLOPs each
     forward = sum(p.forward_s(length, 0) for p in parts)
     backward = sum(p.backward_s(length, 0) for p in parts)
     assert forward == pytest.approx(rows * (2 * weights * length + attention), rel=1e-12)

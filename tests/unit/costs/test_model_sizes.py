@@ -38,12 +38,15 @@ def test_gpt3_closed_form(name: str) -> None:
     assert size.num_parameters() == layers + (50257 + 2048) * size.hidden_size + 2 * size.hidden_size
 
 
-# Billions of parameters, all and those of one token, by the models' reports: arXiv 2401.04088, 2505.09388, 2412.19437.
+# Billions of parameters, all and those of one token, by the models' reports: arXiv 2401.04088, 2505.09388, 2412.19437,
+# 2508.10925 (table 1, whose active parameters lack the embedding).
 EXPERTS = {
     "mixtral-8x7b": (46.7, 12.9),
     "qwen3-30b-a3b": (30.5, 3.3),
     "qwen3-235b-a22b": (235, 22),
     "deepseek-v3": (671, 37),
+    "gpt-oss-20b": (20.91, 3.61 + 0.58),
+    "gpt-oss-120b": (116.83, 5.13 + 0.58),
 }
 
 
@@ -52,6 +55,14 @@ def test_parameters_of_experts(name: str) -> None:
     size, (total, active) = model_size(name), EXPERTS[name]
     assert size.num_parameters() / 1e9 == pytest.approx(total, rel=0.002)
     assert size.active_parameters() / 1e9 == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gemma-3-12b", 10.759), ("gemma-3-27b", 25.6)])
+def test_parameters_of_gemma_3(name: str, billions: float) -> None:
+    """Those outside the embedding, by table 1 of arXiv 2503.19786; five of six layers have a window."""
+    size = model_size(name)
+    assert (size.num_parameters() - size.embedding_parameters()) / 1e9 == pytest.approx(billions, rel=1e-4)
+    assert size.windows[:7] == (*[1024] * 5, 0, 1024)
 
 
 def test_impossible_experts() -> None:

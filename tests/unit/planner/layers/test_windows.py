@@ -81,6 +81,9 @@ def test_windows_of_layers_that_differ_and_refusals(tmp_path: Path) -> None:
     of_four = NARROW | {"model_type": "llama", "num_hidden_layers": 3, "layer_types": kinds}
     path.write_text(json.dumps(of_four | {"per_layer_config": {"0": {"sliding_window": 3}}}))
     assert size_of_config(str(path)).windows == (3, 0, 0)
+    own = {"0": {"sliding_window": None}, "2": {"sliding_window": 4}}
+    path.write_text(json.dumps(NARROW | {"model_type": "mistral", "num_hidden_layers": 3, "per_layer_config": own}))
+    assert size_of_config(str(path)).windows == (0, WINDOW, 4)
     for change, message in (
         ({"layer_types": kinds[:2]}, "layer_types has 2 entries for 3 layers"),
         ({"sliding_window": "4096"}, "sliding_window = '4096': give an integer"),

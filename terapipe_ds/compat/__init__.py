@@ -12,3 +12,4 @@ from terapipe_ds.compat.versions import has as has
 from terapipe_ds.compat.versions import has_megatron as has_megatron
 from terapipe_ds.compat.versions import installed_versions as installed_versions
 from terapipe_ds.compat.versions import warn_about_versions as warn_about_versions
+from terapipe_ds.compat.versions import with_defaults as with_defaults

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -72,6 +73,16 @@ def cache_arguments(transformers: str) -> tuple[str, ...]:
 
     release = Version(transformers).release
     return next((names for since, names in CACHE_ARGUMENTS.items() if release >= Version(since).release), ())
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's config with the defaults of its class in transformers; as it is where nobody knows them."""
+    family = config.get("model_type")
+    if not is_there("transformers"):
+        return dict(config)
+    from transformers import CONFIG_MAPPING
+
+    return {**(CONFIG_MAPPING[family](**config).to_dict() if family in CONFIG_MAPPING else {}), **config}
 
 
 def is_there(module: str) -> bool:

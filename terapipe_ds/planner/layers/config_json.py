@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from terapipe_ds import compat
 from terapipe_ds.costs.model_sizes import Experts, Latent, ModelSize, ModelSizeError
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import JsonError, parse_json
@@ -73,17 +74,7 @@ def size_of_config(path: str) -> ModelSize:
 
     Raises PlannerError where the file cannot be read, lacks a number, or is of a family that cannot be counted.
     """
-    try:
-        document = parse_json(read_bytes(path))
-    except (OSError, JsonError) as error:
-        problem = error.strerror if isinstance(error, OSError) else error
-        fix = "give a decoder's config.json, one of the files of its model on the Hugging Face hub"
-        raise PlannerError(f"{path}: {problem}; {fix}") from None
-    if not isinstance(document, dict):
-        raise PlannerError(f"{path}: give a JSON object, the config.json of a decoder model")
-    # models of several kinds of input keep the decoder's numbers one level down
-    text = document.get("text_config")
-    config: Mapping[str, Any] = text if isinstance(text, dict) else document
+    document, config = _decoder_of(path)
     family = str(config.get("model_type", ""))
     _check_kind(path, family, document, config)
     # families spell the same number in different ways
@@ -96,7 +87,9 @@ def size_of_config(path: str) -> ModelSize:
         _KEYS[field][0] for field in ("num_layers", "hidden_size", "num_heads", "vocab_size") if not numbers[field]
     ]
     if missing:
-        raise PlannerError(f"{path} lacks {', '.join(missing)}: give the config.json of a decoder model")
+        fix = "give the config.json of a decoder model"
+        fix += ", or install transformers, which knows the defaults of text_config" * (config is not document)
+        raise PlannerError(f"{path} lacks {', '.join(missing)}: {fix}")
     if numbers["num_layers"] > _MAX_LAYERS:
         raise PlannerError(f"{path}: {numbers['num_layers']} layers are more than {_MAX_LAYERS}: correct their number")
     hidden, heads = numbers["hidden_size"], numbers["num_heads"]
@@ -122,6 +115,24 @@ def size_of_config(path: str) -> ModelSize:
         )
     except ModelSizeError as error:
         raise PlannerError(f"{path}: {error}") from None
+
+
+def _decoder_of(path: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return the file, and its decoder's config: with several kinds of input it is one level down, without defaults."""
+    try:
+        document = parse_json(read_bytes(path))
+    except (OSError, JsonError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        fix = "give a decoder's config.json, one of the files of its model on the Hugging Face hub"
+        raise PlannerError(f"{path}: {problem}; {fix}") from None
+    if not isinstance(document, dict):
+        raise PlannerError(f"{path}: give a JSON object, the config.json of a decoder model")
+    text = document.get("text_config")
+    try:
+        return document, compat.with_defaults(text) if isinstance(text, dict) else document
+    except Exception as error:
+        problem = " ".join(str(error).split())
+        raise PlannerError(f"{path}: transformers cannot read text_config ({problem}): give the model's file") from None
 
 
 def _is_tied(family: str, *configs: Mapping[str, Any]) -> bool:

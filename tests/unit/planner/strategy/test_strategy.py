@@ -281,6 +281,34 @@ def test_a_model_of_images_and_text_says_itself_whether_matrices_are_tied(tied: 
     assert size_of_config(str(tmp_path / "config.json")).tied_embedding == is_tied
 
 
+_GEMMA = {
+    "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+    "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024,
+}  # fmt: skip
+_VICUNA = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
+
+
+@pytest.mark.parametrize(
+    ("text", "billions"), [(_GEMMA, 27.009), (_VICUNA, 6.739)], ids=["gemma-3-27b", "llava-1.5-7b"]
+)
+def test_a_model_of_images_and_text_lacks_the_defaults_of_its_decoder(
+    text: dict[str, Any], billions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file, by transformers 4, has only the numbers that differ from its decoder's class."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    size = size_of_config(str(tmp_path / "config.json"))
+    assert size.num_parameters() / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert len(size.windows) == (62 if text is _GEMMA else 0)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text | {"hidden_size": "wide"}}))
+    with pytest.raises(PlannerError, match="transformers cannot read text_config .*: give the model's file"):
+        size_of_config(str(tmp_path / "config.json"))
+    monkeypatch.setattr("terapipe_ds.compat.versions.is_there", lambda module: False)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"model_type": "llama"}}))
+    with pytest.raises(PlannerError, match="lacks num_hidden_layers, .* or install transformers"):
+        size_of_config(str(tmp_path / "config.json"))
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is no decoder model"),
     ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is no decoder model"),

@@ -130,6 +130,9 @@ LOST = {
     "--ckpt-format": "checkpoints are DeepSpeed's: docs/checkpoints.md",
     "--distributed-backend": "DeepSpeed's accelerator decides",
     "--train-samples": "give --train-iters, which `terapipe convert` counts",
+    "--no-pipeline-parallel": "leave it out: layers run under DeepSpeed's pipeline engine, on one stage or several",
+    "--deepspeed-activation-checkpointing": "set terapipe.recompute",
+    "--ds-sequence-parallel-size": "give 1: these layers take no sequence ranks, and slices divide long sequences",
 }
 """Nothing in the JSON or the script corresponds to them; the text says what to do, or what happens anyway."""
 KNOWN = (*IN_JSON, *SCHEDULER, *WITH_SCRIPT, *LOST)

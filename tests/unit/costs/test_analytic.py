@@ -64,6 +64,12 @@ def test_a_layer_by_hand() -> None:
     costs = dataclasses.replace(part(), num_layers=1, has_embedding=False, has_head=False)
     assert forward_flops(costs, 5, 3) == pytest.approx(1440 + 480)
     assert costs.forward_s(5, 3) == pytest.approx(16.16 + 2.88 + 14.4)
+    # A window of 2: 10 pairs, 160 FLOP; of the prefix only one key and value are read, 4 x 2 x (2 x 2 x 5 + 2 x 6) bytes.
+    windowed = dataclasses.replace(costs, windows=((2, 1),))
+    assert forward_flops(windowed, 5, 3) == pytest.approx(1440 + 160)
+    assert windowed.forward_s(5, 3) == pytest.approx(16.16 + 2.56 + 14.4)
+    both = dataclasses.replace(windowed, num_layers=2)
+    assert both.forward_s(5, 3) == pytest.approx(2 * 16.16 + 2.56 + 2.88 + 2 * 14.4)
     # Backward: input gradients 16.16, attention 2.5 times the FLOPs (1.2 s) and 3 times the bytes (8.64 s), elementwise
     # twice. Weight gradients: in and out 4 x 5 x 52 = 1040 bytes; each slice adds to 144 sums of 8 bytes, 11.52 s.
     assert costs.weight_s(5, 3) == pytest.approx(10.4 + 11.52, rel=1e-12)

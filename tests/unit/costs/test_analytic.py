@@ -64,7 +64,7 @@ def test_a_layer_by_hand() -> None:
     costs = dataclasses.replace(part(), num_layers=1, has_embedding=False, has_head=False)
     assert forward_flops(costs, 5, 3) == pytest.approx(1440 + 480)
     assert costs.forward_s(5, 3) == pytest.approx(16.16 + 2.88 + 14.4)
-    # A window of 2: 10 pairs, 160 FLOP; of the prefix only one key and value are read, 4 x 2 x (2 x 2 x 5 + 2 x 6) bytes.
+    # A window of 2: 10 pairs, 160 FLOP; one key and value of the prefix are read, 4 x 2 x (2 x 2 x 5 + 2 x 6) bytes.
     windowed = dataclasses.replace(costs, windows=((2, 1),))
     assert forward_flops(windowed, 5, 3) == pytest.approx(1440 + 160)
     assert windowed.forward_s(5, 3) == pytest.approx(16.16 + 2.56 + 14.4)

@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{family: {} for family in PLAIN},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 3},
     "qwen3_moe": {"use_sliding_window": True, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
-    "mixtral": {"num_local_experts": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 # One FLOP a second, and everything but arithmetic for nothing: its seconds are FLOPs.
 ANY = LinkCard(1e40, 1e-40)
@@ -68,8 +68,9 @@ def seen_by_layers(model: Any) -> list[int]:
 def test_the_windows_of_the_class(family: str, lists_kinds: bool, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     transformers.CONFIG_MAPPING[family](**NARROW | FAMILIES[family]).save_pretrained(tmp_path)
-    if not lists_kinds:  # as configs of transformers before 4.53
-        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "layer_types"}))
+    if not lists_kinds:  # as configs of transformers before 4.53, which may leave out defaults too
+        own = FAMILIES[family].keys() | NARROW.keys() | {"model_type"}
+        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key in own}))
     torch.manual_seed(1)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -84,6 +85,10 @@ def test_windows_of_layers_that_differ_and_refusals(tmp_path: Path) -> None:
     own = {"0": {"sliding_window": None}, "2": {"sliding_window": 4}}
     path.write_text(json.dumps(NARROW | {"model_type": "mistral", "num_hidden_layers": 3, "per_layer_config": own}))
     assert size_of_config(str(path)).windows == (0, WINDOW, 4)
+    deep = NARROW | {"model_type": "qwen2", "num_hidden_layers": 30, "use_sliding_window": True}
+    path.write_text(json.dumps(deep))
+    kinds_of_class = transformers.AutoConfig.from_pretrained(tmp_path).layer_types
+    assert size_of_config(str(path)).windows == tuple(WINDOW * (kind != "full_attention") for kind in kinds_of_class)
     for change, message in (
         ({"layer_types": kinds[:2]}, "layer_types has 2 entries for 3 layers"),
         ({"sliding_window": "4096"}, "sliding_window = '4096': give an integer"),

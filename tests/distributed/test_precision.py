@@ -73,6 +73,7 @@ def follow_loss_scale(engine: PipelineEngine) -> list[dict[str, Any]]:
         records.append(
             {
                 "overflow": bool(engine.optimizer.overflow),
+                "norm": float(engine.get_global_grad_norm()),
                 "scale": float(engine._get_optimizer_loss_scale()),
                 "skipped": engine.skipped_steps,
                 "lr": [float(lr) for lr in engine.get_lr()],
@@ -119,8 +120,11 @@ def test_half_precision_is_as_close_to_fp32_as_in_the_stock_engine(kind: str) ->
 
 def test_overflows_skip_the_steps_that_the_stock_engine_skips() -> None:
     for stock, *runs in rank_pool(2).run(job_loss_scale):
-        for ours in runs:
+        norms, *others = ([record.pop("norm") for record in run] for run in (stock, *runs))
+        for ours, of_ours in zip(runs, others, strict=True):
             assert ours == stock
+            pairs = zip(stock, norms, of_ours, strict=True)
+            assert all(own == pytest.approx(norm, rel=0.05) for record, norm, own in pairs if not record["overflow"])
         overflows = [record["overflow"] for record in stock]
         good = overflows.index(False)
         assert any(overflows[:good]) and any(overflows[good:]), "at the start, and again when the scale has risen"

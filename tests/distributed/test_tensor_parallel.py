@@ -245,8 +245,6 @@ def _norm_and_update(grid: tuple[int, int, int], kind: str) -> tuple[float, floa
             engines.train(engine, data)
             after, found = _weights(engine), engine.get_global_grad_norm()
             name = type(engine.optimizer).__name__
-            if found is not None and name == "FP16_UnfusedOptimizer":  # says the norm of the scaled gradients
-                found /= engine.optimizer.loss_scale_config.cur_scale
     error = 0.0 if found is None else abs(float(found) / norm - 1)
     steps = torch.cat([(after[n] - before[n]).double().flatten() for n in mine])
     expected = torch.cat([-LEARNING_RATE * limit / norm * mine[n].double().flatten() for n in mine])

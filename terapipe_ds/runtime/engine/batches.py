@@ -23,7 +23,7 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFligh
 from terapipe_ds.runtime.batch.loss_weights import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.checkpoints.save import finish_decoupled
-from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, skips_nan
+from terapipe_ds.runtime.engine.deepspeed_faults import right_norm, skips_nan
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import (
     problem_of_checkpointing,
@@ -401,12 +401,12 @@ class BatchEnd:
         logger.warning("step %d: %s. DeepSpeed skips this step; the next one with NaN is an error", step, found.problem)
 
     def step(self, step: Callable[[], None]) -> None:
-        """Let the optimizer step, whose norm reads marks; then copies of weights that it may update apart are equal."""
-        mark_gradients(self._engine.module, self._engine.optimizer)
+        """Let the optimizer step, by the right norm; then copies of weights that it may update apart are equal."""
         if self._stage.flops is not None:
             self._stage.flops.report()
         finish_decoupled(self._engine)
-        step()
+        with right_norm(self._engine):
+            step()
         if copies_may_differ(self._layout, self._engine.basic_optimizer, self._engine.dp_world_size):
             take_owners_weights(self._engine.module)
         elif not self._layout.has_copies and tied_may_differ(self._engine.module, self._engine.basic_optimizer):

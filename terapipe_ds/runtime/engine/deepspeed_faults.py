@@ -81,20 +81,30 @@ def warn_of_first_step(engine: PipelineEngine) -> None:
     if engine.global_rank == 0 and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         logger.warning(
             f"{type(engine.optimizer).__name__}, DeepSpeed's optimizer for 16 bits without ZeRO, takes a step without "
-            "gradients when it is built, so that Adam's first updates are too small, as in the stock engine. Its norms "
-            'are those of scaled gradients. Set "zero_optimization": {"stage": 1} to train as in fp32'
+            "gradients when it is built, so that Adam's first updates are too small, as in the stock engine. Set "
+            '"zero_optimization": {"stage": 1} to train as in fp32'
         )
 
 
-def mark_gradients(module: nn.Module, optimizer: Any) -> None:
-    """Give gradients the marks of their parameters before a step of `FP16_UnfusedOptimizer`, whose norm reads them.
+@contextmanager
+def right_norm(engine: PipelineEngine) -> Iterator[None]:
+    """Let `FP16_UnfusedOptimizer` step by a norm of gradients with the marks of their parameters, and tell it unscaled.
 
-    Otherwise tied weights count twice, and only the first of the tensor-parallel ranks counts.
+    Otherwise tied weights count twice, and only the first of the tensor-parallel ranks counts; and the norm that
+    `get_global_grad_norm` returns is that of gradients of the scaled loss.
     """
-    for parameter in module.parameters() if isinstance(optimizer, FP16_UnfusedOptimizer) else ():
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+        yield
+        return
+    for parameter in engine.module.parameters():
         if parameter.grad is not None:
             for name in ("ds_pipe_replicated", *_DIVIDED):
                 setattr(parameter.grad, name, getattr(parameter, name, False))
+    scale = optimizer.loss_scale  # which a step may change
+    yield
+    norm = optimizer._global_grad_norm / scale  # noqa: SLF001 - DeepSpeed has no other way
+    optimizer._global_grad_norm = engine._global_grad_norm = norm  # noqa: SLF001
 
 
 def count_nothing_as_zero(optimizer: Any) -> None:

@@ -76,7 +76,7 @@ def cache_arguments(transformers: str) -> tuple[str, ...]:
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config with the defaults of its class in transformers; as it is where nobody knows them."""
+    """Return a model's config with the defaults of its class; unchanged if transformers or the class is missing."""
     family = config.get("model_type")
     if not is_there("transformers"):
         return dict(config)

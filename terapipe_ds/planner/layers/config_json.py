@@ -63,10 +63,10 @@ _WINDOWS = {"sliding_window", "attention_chunk_size"}
 """Keys in which layers may differ; chunks of attention are not counted."""
 
 _WINDOWED = {"mistral", "ministral", "mixtral", "phi3", "phimoe", "starcoder2", "qwen3_moe"}
-"""Families whose layers all have the window of their config, where it does not list kinds of layers."""
+"""Families whose layers all have the window of their config, unless it lists kinds of layers."""
 
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4, "olmo3": 4, "gpt_oss": 2}
-"""Families of which only each layer of such a number has no window, where their config does not say."""
+"""Families in which every n-th layer has no window, unless their config says otherwise."""
 
 
 def size_of_config(path: str) -> ModelSize:

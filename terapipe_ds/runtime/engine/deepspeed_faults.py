@@ -88,10 +88,10 @@ def warn_of_first_step(engine: PipelineEngine) -> None:
 
 @contextmanager
 def right_norm(engine: PipelineEngine) -> Iterator[None]:
-    """Let `FP16_UnfusedOptimizer` step by a norm of gradients with the marks of their parameters, and tell it unscaled.
+    """Let `FP16_UnfusedOptimizer` take a right norm in its step, and report it without the loss scale.
 
-    Otherwise tied weights count twice, and only the first of the tensor-parallel ranks counts; and the norm that
-    `get_global_grad_norm` returns is that of gradients of the scaled loss.
+    It reads marks of parameters from gradients, which lack them: tied weights count twice, and only the first of the
+    tensor-parallel ranks counts. `get_global_grad_norm` would return the norm of scaled gradients.
     """
     optimizer = engine.optimizer
     if not isinstance(optimizer, FP16_UnfusedOptimizer):

@@ -102,6 +102,11 @@ class ModelSize:
         return self.head_dim if self.latent is None else (self.head_dim + self.latent.value_dim) // 2
 
     @property
+    def window_of_layers(self) -> tuple[int, ...]:
+        """Return the window of each layer, 0 where it sees all tokens."""
+        return self.windows or (0,) * self.num_layers
+
+    @property
     def matrices_of_mlp(self) -> int:
         return 3 if self.gated_mlp else 2
 
@@ -184,14 +189,14 @@ class ModelSize:
         """Count the FLOPs of a forward and its backward over one sequence, without recomputation."""
         matrices = self.num_layers * self.attention_weights() + self.mlp_weights(active=True)
         matrices += self.vocab_size * self.hidden_size
-        seen = (min(window or length, length) for window in self.windows or (0,) * self.num_layers)
+        seen = (min(window or length, length) for window in self.window_of_layers)
         pairs = sum(window * (window + 1) // 2 + (length - window) * window for window in seen)
         attention = 4 * self.num_heads * self.mean_head_dim * pairs
         return 3.0 * (2 * matrices * length + attention)
 
     def windows_of(self, layers: range) -> tuple[tuple[int, int], ...]:
         """Return the windows of these layers, each with the number of layers that have it."""
-        return tuple(Counter(filter(None, (self.windows[layer] for layer in layers if self.windows))).items())
+        return tuple(Counter(filter(None, self.window_of_layers[layers.start : layers.stop])).items())
 
     def norm_parameters(self) -> int:
         return self.hidden_size * (2 if self.bias else 1)

@@ -88,7 +88,7 @@ def size_of_config(path: str) -> ModelSize:
     ]
     if missing:
         fix = "give the config.json of a decoder model"
-        fix += ", or install transformers, which knows the defaults of text_config" * (config is not document)
+        fix += ", or install transformers with its class, which has its defaults" * (config is not document)
         raise PlannerError(f"{path} lacks {', '.join(missing)}: {fix}")
     if numbers["num_layers"] > _MAX_LAYERS:
         raise PlannerError(f"{path}: {numbers['num_layers']} layers are more than {_MAX_LAYERS}: correct their number")

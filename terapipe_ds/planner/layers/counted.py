@@ -69,7 +69,7 @@ class CountedLayers(Layers):
                 windows=((window, 1),) if window else (),
             )
 
-        windows = self.size.windows or (0,) * self.size.num_layers
+        windows = self.size.window_of_layers
         decoders = {window: kind(1, window=window) for window in set(windows)}
         return [kind(0, embedding=True), *map(decoders.__getitem__, windows), kind(0, head=True)]
 

@@ -38,8 +38,8 @@ def test_gpt3_closed_form(name: str) -> None:
     assert size.num_parameters() == layers + (50257 + 2048) * size.hidden_size + 2 * size.hidden_size
 
 
-# Billions of parameters, all and those of one token, by the models' reports: arXiv 2401.04088, 2505.09388, 2412.19437,
-# 2508.10925 (table 1, whose active parameters lack the embedding).
+# Billions of parameters, in total and active per token, from the models' reports: arXiv 2401.04088, 2505.09388,
+# 2412.19437, and 2508.10925 (table 1, whose active parameters lack the embedding).
 EXPERTS = {
     "mixtral-8x7b": (46.7, 12.9),
     "qwen3-30b-a3b": (30.5, 3.3),

@@ -305,7 +305,7 @@ def test_a_model_of_images_and_text_lacks_the_defaults_of_its_decoder(
         size_of_config(str(tmp_path / "config.json"))
     monkeypatch.setattr("terapipe_ds.compat.versions.is_there", lambda module: False)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"model_type": "llama"}}))
-    with pytest.raises(PlannerError, match="lacks num_hidden_layers, .* or install transformers"):
+    with pytest.raises(PlannerError, match="lacks num_hidden_layers, .* or install transformers with its class"):
         size_of_config(str(tmp_path / "config.json"))
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.models.gpt import gpt_loss
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST
 from terapipe_ds.runtime.checkpoints.optimizer_forms import Shard
 from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from tests.distributed import engines
@@ -315,6 +316,80 @@ def test_loads_that_deepspeed_cannot_make_are_refused_before_anything_changes(tm
         assert "custom_load_fn" in custom[1]
 
 
+LOST: list[tuple[str | None, int, str]] = [  # a file that is missing, the layers of the model, the error
+    ("mp_rank_01_model_states.pt", 4, r"lacks mp_rank_01_model_states.pt: load a checkpoint that is whole"),
+    (LAYER_2, 4, r"has no file of layer 2 \(DecoderLayer\): it was saved with fewer layers, or is not whole"),
+    (None, 6, r"has no file of layer 6 \(\w+\): it was saved with fewer layers"),
+    (None, 2, r"has files of 6 layers, and this model has 5. Build the model that was saved"),
+]
+
+
+def job_lost(precision: str, system: str, folder: str, losses: list[tuple[str | None, int]]) -> list[Any]:
+    """Return the errors of loads of a checkpoint without its list, and of a step after each."""
+    with Chain((), precision).engine(system) as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder, tag="tag")
+    told = list[Any]()
+    for number, (name, num_layers) in enumerate(losses):
+        if torch.distributed.get_rank() == 0:
+            copied = shutil.copytree(f"{folder}/tag", f"{folder}/{number}")
+            for each in filter(None, (MANIFEST, name)):
+                Path(copied, each).unlink()
+        torch.distributed.barrier()
+        with Chain((), precision, num_layers=num_layers).engine(system) as engine:
+            load = functools.partial(engine.load_checkpoint, folder, tag=str(number))
+            told.append((engines.raised_by(load), engines.step_error(engine)))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("precision", "system"), [("fp32", "seq1f1b"), ("fp32_zero1", "interleaved"), full("fp32", "chimera")]
+)
+def test_what_deepspeed_would_miss_is_refused_before_anything_changes(
+    precision: str, system: str, tmp_path: Path
+) -> None:
+    """DeepSpeed has an assertion without a text, loads the states of another rank, or leaves layers out."""
+    states = [("zero_pp_rank_0_mp_rank_01_optim_states.pt", 4, "lacks zero_pp_rank_0_mp_rank_01_optim_states.pt")]
+    cases = [*LOST, *(states if "zero" in precision else [])]
+    job = {"precision": precision, "system": system, "losses": [case[:2] for case in cases]}
+    first, second = rank_pool(2).run(job_lost, folder=str(tmp_path), **job)
+    assert first == second
+    for (error, step), (*_, wanted) in zip(first, cases, strict=True):
+        assert error[0] == "TeraPipeConfigError" and re.search(wanted, error[1]), error
+        assert step == ("", "")
+
+
+def job_client_states(folder: str) -> list[Any]:
+    """Return the errors of saves with values under DeepSpeed's names, and then the values of one that goes well."""
+    with Chain((), "fp32").engine("seq1f1b") as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder, client_state={"epoch": 1})
+        _, loaded = engine.load_checkpoint(folder)
+        engines.train(engine, engines.batches(1))
+        states = *({name: {"a": 1}} for name in OF_DEEPSPEED), {"global_steps": 7}, loaded
+        told = [
+            engines.raised_by(lambda state=state: engine.save_checkpoint(folder, client_state=state))
+            for state in states
+        ]
+        engine.save_checkpoint(folder, client_state={"global_steps": engine.global_steps, "epoch": 2})
+        path, loaded = engine.load_checkpoint(folder)
+        whole = engines.raised_by(lambda: engine.save_16bit_model(folder))
+        return [told, whole, Path(path).parent.name, loaded["epoch"], engine.global_steps]
+
+
+OF_DEEPSPEED = "module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd"
+
+
+def test_a_client_state_takes_no_place_of_deepspeeds_states(tmp_path: Path) -> None:
+    """With it DeepSpeed saves what no load can read, or loses the values."""
+    for told, whole, *loaded in rank_pool(2).run(job_client_states, folder=str(tmp_path)):
+        assert whole[0] == "NotImplementedError" and "save_16bit_model: no rank of a pipeline has the whole" in whole[1]
+        names = *OF_DEEPSPEED, "global_steps", "global_samples, .*optimizer|optimizer, .*global_samples"
+        for error, name in zip(told, names, strict=True):
+            assert error[0] == "CheckpointError" and re.search(f"client_state has .*({name}).* other names", error[1])
+        assert loaded == ["global_step2", 2, 2]
+
+
 FIRST_RUNS: list[dict[str, Any]] = [
     {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
     {**engines.ZERO1, "checkpoint": {"load_universal": True}},
@@ -471,6 +546,36 @@ def test_the_converter_takes_them_as_deepspeeds_own(writer: str, reader: str, tm
     assert all(engines.error_of(states, saved) == 0.0 for states in loaded)
 
 
+def job_other_kind(folder: str) -> list[Any]:
+    """Return the errors of loads of the kind that the config does not ask for, and the log of one that goes back."""
+    chain, found = Chain((), "fp32_zero1"), list[Any]()
+    with chain.engine("seq1f1b") as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder, tag="tag")
+        convert(folder, "tag", inject_missing_state=True)
+        found.append(engines.raised_by(lambda: engine.load_checkpoint(folder, tag="tag_universal")))
+        found.append(engines.step_error(engine))
+    with chain.engine("seq1f1b", checkpoint={"load_universal": True}) as engine:
+        found.append(engines.raised_by(lambda: engine.load_checkpoint(folder, tag="tag")))
+        for steps in (0, 1):
+            engines.train(engine, engines.batches(steps))
+            if steps:
+                engine.save_checkpoint(folder)
+            with engines.logged() as log:
+                engine.load_checkpoint(folder)
+                engine.load_checkpoint(folder, load_module_only=True)
+            found.append([line for line in log if "went back" in line])
+    return found
+
+
+def test_the_kind_of_a_checkpoint_is_told_and_so_is_a_way_back(tmp_path: Path) -> None:
+    ranks = rank_pool(2).run(job_other_kind, folder=str(tmp_path))
+    for rank, (ordinary, step, universal, *told) in enumerate(ranks):
+        assert "tag_universal is a universal checkpoint: set" in ordinary[1] and step == ("", "")
+        assert "/tag is no universal checkpoint: name one that is, or set" in universal[1]
+        assert told[0] == [] and [("back to step 1, of" in line) for line in told[1]] == [True] * (rank == 0), told
+
+
 def job_universal_replicas(folder: str) -> dict[str, Any]:
     """Read what two stages wrote into stages whose first has an empty group; then again, without one of the folders."""
     saved, loaded = Grouped("seq1f1b", "fp32_zero1"), Grouped("seq1f1b", "fp32_zero1", first_layers=1)
@@ -598,7 +703,8 @@ def job_own_settings(precision: str, folder: str) -> list[Any]:
             now = states_of(engine)
             kinds = (("value", saved), ("exp_avg", wanted), ("exp_avg_sq", wanted))
             errors = [max(engines.error_of(now[n][kind], like[n][kind]) for n in now) for kind, like in kinds]
-            found.append([errors, engine.get_lr(), engine.optimizer.clip_grad, engines.step_error(engine)])
+            step = engines.raised_by(lambda engine=engine: engines.train(engine, engines.batches(1)))  # reads gradients
+            found.append([errors, engine.get_lr(), engine.optimizer.clip_grad, step])
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -21,9 +22,11 @@ from terapipe_ds.runtime.agreement import from_rank_0, gather_results
 from terapipe_ds.runtime.checkpoints.disks import require_shared, share_of_files
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, names_in
 from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError
-from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
+from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_states, read_strictly
+from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.log import first_line
 
+_LAYER_FILE = re.compile(r"layer_(\d+)-.*model_states\.pt")
 Damaged = Mapping[str, str]  # damage in the contents of checkpoints, by `read_as`
 
 
@@ -203,6 +206,37 @@ def _newest(folder: Path, damaged: Damaged) -> ChosenCheckpoint | None:
     return whole[max(whole)] if whole else None
 
 
+def problem_of_files(engine: PipelineEngine, folder: Path, with_optimizer: bool, is_strict: bool) -> str | None:
+    """Say which file of the checkpoint in `folder` this rank would miss, or that the checkpoint has further layers.
+
+    DeepSpeed (0.19.8) has assertions without a text, after it has begun to load, or it takes another rank's states.
+    """
+    module, is_universal, where = engine.module, engine.load_universal_checkpoint(), (str(folder.parent), folder.name)
+    needed = [Path(engine._get_ckpt_name(*where))]
+    if is_universal or not with_optimizer:  # any rank's file tells the counters
+        needed = [*map(Path, search_in(engine._get_all_ckpt_names, *where))] or needed  # noqa: SLF001 - its own search
+    elif engine.zero_optimization():
+        needed.append(Path(engine._get_zero_ckpt_name(*where)))  # noqa: SLF001 - its own name
+    lost = [path.name for path in needed if not path.is_file()]
+    if lost:
+        return f"{folder} lacks {in_short(lost)}: load a checkpoint that is whole"
+    if is_universal or engine.has_moe_layers or isinstance(read_states(needed[0]).get("module"), Mapping):
+        return None  # the parameters are elsewhere than in files of layers
+    for index, layer in ((index, layer) for _ in each_part(module) for index, layer in enumerate(module.forward_funcs)):
+        if hasattr(layer, "load_state_dict") and not search_in(module.ckpt_layer_path_list, folder, index):
+            return (
+                f"{folder} has no file of layer {module._local_start + index} ({type(layer).__name__}): it was saved "
+                "with fewer layers, or is not whole. Build the model that was saved, or load another checkpoint"
+            )
+    saved = [int(each[1]) + 1 for path in folder.iterdir() if (each := _LAYER_FILE.match(path.name))]
+    if is_strict and max(saved, default=0) > len(module._layer_specs):
+        return (
+            f"{folder} has files of {max(saved)} layers, and this model has {len(module._layer_specs)}. Build the "
+            "model that was saved, or load another checkpoint"
+        )
+    return None
+
+
 # -- a failure of one rank ---------------------------------------------------------------------------------------------
 
 
@@ -230,7 +264,7 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
                 stack.enter_context(replaced(owner, name, partial(agree_then, getattr(owner, name))))
         # DeepSpeed reads [ in a folder's name as a pattern, and finds no file, or files of another folder
         for owner, name in ((engine, "_get_all_ckpt_names"), (engine.module, "ckpt_layer_path_list")):
-            stack.enter_context(replaced(owner, name, partial(_search_in, getattr(owner, name))))
+            stack.enter_context(replaced(owner, name, partial(search_in, getattr(owner, name))))
         loaded = first.keeping(load)()
     if is_told:
         first.raise_first()
@@ -238,6 +272,6 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
     return loaded
 
 
-def _search_in(search: Callable[..., list[str]], *where: Any) -> list[str]:
+def search_in(search: Callable[..., list[str]], *where: Any) -> list[str]:
     """Return the files that DeepSpeed's method finds in this very folder; a number in `where` is a layer's."""
     return search(*(each if isinstance(each, int) else glob.escape(str(each)) for each in where))

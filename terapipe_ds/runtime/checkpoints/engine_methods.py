@@ -8,7 +8,7 @@ this module checks a checkpoint before DeepSpeed reads it, and every rank refuse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,13 @@ from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.files.user_json import DeepSpeedJson
 from terapipe_ds.messages import describe, in_short, logger
-from terapipe_ds.runtime.agreement import by_text, everywhere, from_rank_0, gather, gather_results
-from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
+from terapipe_ds.runtime.agreement import by_text, everywhere, from_rank_0, gather, gather_results, refuse_everywhere
+from terapipe_ds.runtime.checkpoints.choose import (
+    choose_checkpoint,
+    find_checkpoint,
+    load_everywhere,
+    problem_of_files,
+)
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
 from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError
 from terapipe_ds.runtime.checkpoints.other_layouts import ENVELOPE, LISTED, PARAMETERS_ALONE, optimizer_states
@@ -34,6 +39,8 @@ from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.sequence_axis import sequence_size
 from terapipe_ds.runtime.planning.plans import Plans
 
+# names in a checkpoint under which DeepSpeed reads back states of its own
+_STATES = {"module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd", constants.CHECKPOINT_PARALLEL_DIMS}
 _TP_DEGREE, _PP_DEGREE = constants.CHECKPOINT_TP_DEGREE, constants.CHECKPOINT_PP_DEGREE
 MODEL_SIZES = "terapipe_model_sizes"  # in `universal_checkpoint_info` of a module, and so in its checkpoints
 _CONVERT = (
@@ -118,7 +125,7 @@ class SafeCheckpoints:
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
             refuse_other_calls("load_checkpoint", {"tag": tag and str(tag), **options.compared()}, self._world)
             finish_decoupled(engine)
-            stack.enter_context(self._form_of(Path(load_dir), tag))
+            stack.enter_context(self._form_of(Path(load_dir), tag, options))
             # Before DeepSpeed reads, check that the checkpoint is whole and fits this engine
             chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)
             if chosen.pickled is None:
@@ -152,15 +159,33 @@ class SafeCheckpoints:
             self._plans.resume(chosen.manifest.tag, chosen.manifest.training)
         return loaded
 
-    def _form_of(self, folder: Path, tag: str | None) -> AbstractContextManager[None]:
-        """Let an engine that began from a universal checkpoint load the ordinary ones that it has saved since."""
+    @contextmanager
+    def _form_of(self, folder: Path, tag: str | None, options: LoadOptions) -> Iterator[None]:
+        """Let an engine that began from a universal checkpoint load the ordinary ones that it has saved since.
+
+        Warn of those that a universal one in the same folder hides.
+        """
+        engine, is_universal = self._engine, self._engine.load_universal_checkpoint()
 
         def is_ordinary() -> bool:
             return tag is None and (folder / LATEST).is_file() and not (folder / "latest_universal").is_file()
 
-        if self._engine.load_universal_checkpoint() and from_rank_0(is_ordinary, self._world):
-            return replaced(self._engine, "load_universal_checkpoint", lambda: False)
-        return nullcontext()
+        if is_universal and from_rank_0(is_ordinary, self._world):
+            with replaced(engine, "load_universal_checkpoint", lambda: False):
+                yield
+            return
+        yield
+        if is_universal and tag is None and not options.load_module_only and engine.global_rank == 0:
+            with suppress(CheckpointError, OSError):
+                later = choose_checkpoint(folder, None)
+                if later.manifest is not None and later.manifest.global_steps > engine.global_steps:
+                    logger.warning(
+                        "load_checkpoint went back to step %d, of the universal checkpoint, and %s in the same folder "
+                        'has step %d: to go on from that one, set "load_universal" to false',
+                        engine.global_steps,
+                        later.tag,
+                        later.manifest.global_steps,
+                    )
 
     def refuse_half_loaded(self) -> None:
         """Raise CheckpointError, on every rank alike, if a load has failed after it had begun to set parameters."""
@@ -191,7 +216,7 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
 
     Raises:
         TeraPipeConfigError: on every rank: contents that would be loaded wrongly, and the remedy.
-        CheckpointError: on every rank: the file to check cannot be read.
+        CheckpointError: on every rank: a file is missing or cannot be read, or files of further layers are there.
     """
     is_universal = engine.load_universal_checkpoint()
 
@@ -200,8 +225,11 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
             return None
         if options.custom_load_fn is not None:
             return "load_checkpoint(custom_load_fn=...): DeepSpeed's pipelines do not take it, leave it out"
+        if not is_universal and (folder / "zero").is_dir():
+            how = 'set "checkpoint": {"load_universal": true}, or load the one that it was made of'
+            return f"{folder} is a universal checkpoint: {how}"
         problem = None if options.load_module_only else _problem_of_masters(engine, options.load_optimizer_states)
-        # The file of the first rank tells the sizes of all. DeepSpeed itself reports that it is missing
+        # The file of the first rank tells the sizes of all; `problem_of_files` reports that it is missing
         path = folder / "mp_rank_00_model_states.pt"
         if problem is not None or not path.is_file():
             return problem
@@ -215,9 +243,19 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
     problem = from_rank_0(look, world)
     if problem is not None:
         raise TeraPipeConfigError(problem)
+    if folder is not None:
+        with_states, is_strict = options.with_optimizer, options.load_module_strict
+        own = everywhere(lambda: problem_of_files(engine, folder, with_states, is_strict), world)
+        refuse_everywhere(own, world)
+    if is_universal:
+        _warn_of_kept(engine, world)
+
+
+def _warn_of_kept(engine: PipelineEngine, world: Any) -> None:
+    """Warn of what a universal checkpoint lacks. A collective over all ranks."""
 
     def kept() -> list[str]:
-        states = engine.module.state_dict(keep_vars=True) if is_universal else {}
+        states = engine.module.state_dict(keep_vars=True)
         return [name for name, each in states.items() if isinstance(each, Tensor) and not each.requires_grad]
 
     everyone = {name for names in gather_results(kept, world) for name in names or ()}
@@ -237,6 +275,8 @@ def _problem_of_universal(engine: PipelineEngine, path: Path) -> str | None:
             f"a universal checkpoint is loaded by ZeRO stage 1, not by stage {stage}, which would pass over its "
             'parameters. Set "zero_optimization": {"stage": 1}'
         )
+    if not path.is_file():
+        return f'{path.parent.parent} is no universal checkpoint: name one that is, or set "load_universal" to false'
     otherwise = 'load the checkpoint it was made of, with load_module_only=True and "load_universal": false'
     groups, inner = engine.optimizer.param_groups, engine.optimizer.optimizer
     ours, theirs = len(groups), len(read_states(path).get(constants.PARAM_GROUPS, ()))
@@ -273,7 +313,8 @@ def keeping_own(engine: PipelineEngine, with_optimizer: bool) -> Iterator[None]:
         inner, lists = optimizer.optimizer, getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
         mappings = (vars(each)["_hp_mapping"] for group in lists for each in group)
         owners = [inner.state, *inner.param_groups, *(vars(each) for each in mappings if each is not None)]
-    kept = [{key: dict(v) if isinstance(v, dict) else v for key, v in owner.items()} for owner in owners]
+    # A load writes into the states of a parameter; the dicts of a mapping are the optimizer's own, and stay the same
+    kept = [{key: dict(v) if isinstance(key, Tensor) else v for key, v in owner.items()} for owner in owners]
     try:
         yield
     finally:  # also after an error: the load that follows keeps what it finds
@@ -428,6 +469,13 @@ def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | N
     process groups. Megatron-DeepSpeed, where it is a method, passes the method's dict as the client's state.
     """
     state, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
+    own = {key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")}
+    taken = [key for key in state if key in _STATES or (key in own and state[key] != own[key])]
+    if taken:
+        raise CheckpointError(
+            f"client_state has {in_short(taken)}, under which DeepSpeed keeps states of its own, and no load would "
+            "return these. Give your values other names, and leave out what load_checkpoint has returned beside them"
+        )
     if name in state or not callable(getattr(engine.module, name, None)):
         return state
     return {**state, name: _description(engine.module)}

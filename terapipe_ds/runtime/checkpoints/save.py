@@ -76,10 +76,11 @@ class CheckpointPaths:
         Raises:
             CheckpointError: the tag is a symbolic link, or names no folder of its own in `latest`.
         """
-        if self.final in (self.folder, self.folder / LATEST) or self.final.is_file() or not self.tag.isprintable():
+        is_taken = self.final in (self.folder, self.folder / LATEST) or self.final.is_file()
+        if is_taken or ".." in Path(self.tag).parts or not self.tag.isprintable():
             raise CheckpointError(
                 f"the tag {show_value(self.tag)} cannot name a folder of its own in {self.folder}: it must be "
-                f"printable text, neither empty nor {LATEST!r} nor the name of a file there"
+                f"printable text, neither empty nor {LATEST!r} nor the name of a file there, and without '..'"
             )
         if self.final.is_symlink():  # a move would take the link, and leave the checkpoint behind it without a name
             raise CheckpointError(

@@ -214,7 +214,7 @@ def test_a_tag_that_is_a_symbolic_link_is_refused(is_there: bool, tmp_path: Path
     assert (tmp_path / "a").is_symlink() and [*tmp_path.glob(".*")] == [] and steps_of(tmp_path, "elsewhere") == 1
 
 
-@pytest.mark.parametrize("tag", ["", ".", "latest", "a\nb", "a file"])
+@pytest.mark.parametrize("tag", ["", ".", "..", "first/..", "latest", "a\nb", "a file"])
 def test_a_tag_that_names_no_folder_of_its_own_is_refused(tag: str, tmp_path: Path) -> None:
     """A save of "" would have replaced the whole folder, and one of "latest" the file of that name."""
     folder = tmp_path / "out"

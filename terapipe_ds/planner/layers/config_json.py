@@ -38,13 +38,14 @@ _WITHOUT_BIAS = {
 _LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", "biogpt"}
 _TIED = {
     *_LEARNED, "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "mpt", "starcoder2", "cohere", "cohere2", "smollm3",
-    "xglm", "ernie4_5",
+    "xglm", "ernie4_5", "ernie4_5_moe",
 }  # fmt: skip
 """Families whose configs tie the output matrix to the embedding where they do not say."""
 
 _EXPERTS = {
     "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss", "phimoe",
-    "granitemoe", "dots1", "flex_olmo", "solar_open", "minimax_m2",
+    "granitemoe", "dots1", "flex_olmo", "solar_open", "minimax_m2", "glm4_moe_lite", "sarvam_moe",
+    "sarvam_mla", "exaone_moe", "granitemoeshared", "ernie4_5_moe",
 }  # fmt: skip
 """Families whose experts are counted."""
 
@@ -151,12 +152,16 @@ def _experts(path: str, family: str, config: Mapping[str, Any], numbers: dict[st
         raise PlannerError(f"{path}: {keys[0]}: experts are counted for {known}; give a measured profile")
     width, of_dense = _number(config, ["moe_intermediate_size"]) or numbers["ffn_size"], numbers["ffn_size"]
     # layers without experts: the first ones, the layers that a list names, and all but every n-th
-    step, first = _number(config, ["decoder_sparse_step"]) or 1, _number(config, ["first_k_dense_replace"])
+    step = _number(config, ["decoder_sparse_step", "moe_layer_interval"]) or 1
+    first = _number(config, ["first_k_dense_replace", "moe_layer_start_index"])
     layers, named = range(numbers["num_layers"]), set(_listed(path, config, "mlp_only_layers", int))
+    named |= {*layers[(_number(config, ["moe_layer_end_index"]) or len(layers)) + 1 :]}
+    named |= {layer for layer, kind in enumerate(_listed(path, config, "mlp_layer_types", str)) if kind == "dense"}
     dense = sum(layer < first or layer in named or (layer + 1) % step != 0 for layer in layers)
-    shared = _number(config, ["shared_expert_intermediate_size"]) or _number(config, ["n_shared_experts"]) * width
+    number = _number(config, ["n_shared_experts", "num_shared_experts", "moe_num_shared_experts"])
+    shared = _number(config, ["shared_expert_intermediate_size", "shared_intermediate_size"]) or number * width
     numbers["ffn_size"] = width
-    per_token = _needed(path, config, "num_experts_per_tok")
+    per_token = _number(config, ["moe_k"]) or _needed(path, config, "num_experts_per_tok")
     return Experts(_needed(path, config, keys[0]), per_token, shared, dense, of_dense if dense else 0)
 
 

@@ -38,6 +38,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": LENGTH},
     "dots1": GROUPS | {"head_dim": 8},
     "solar_open": GROUPS | {"head_dim": 8, "first_k_dense_replace": 0},
+    "glm4_moe_lite": RANKS | GROUPS | {"num_key_value_heads": 4},
+    "sarvam_mla": RANKS | GROUPS | {"num_key_value_heads": 4},
+    "sarvam_moe": GROUPS | {"head_dim": 8},
+    "exaone_moe": OF_ONE | {"num_experts": 8, "num_shared_experts": 2, "head_dim": 8},
+    "granitemoeshared": {"num_local_experts": 8, "shared_intermediate_size": 40},
+    "ernie4_5_moe": OF_ONE
+    | {"moe_num_experts": 8, "moe_k": 2, "head_dim": 8, "moe_layer_end_index": 2, "moe_layer_interval": 2},
     "qwen2_moe": OF_ONE | {"num_experts": 8, "shared_expert_intermediate_size": 40},
     "qwen3_moe": MIXED,
     "glm4_moe": GROUPS | {"head_dim": 8},

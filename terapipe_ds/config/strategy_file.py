@@ -48,7 +48,7 @@ def contradictions(strategy: Strategy, section: Mapping[str, Any], ds_config: Ma
         if ds_config.get(name, size) != size:
             yield _line(name, ds_config[name], size)
     if (zero_stage := value_at(ds_config, "zero_optimization.stage") or 0) != strategy.zero_stage:
-        yield _line("zero_optimization.stage", zero_stage, strategy.zero_stage)
+        yield _line("zero_optimization.stage", zero_stage, strategy.zero_stage, f"set it to {strategy.zero_stage}")
     device = str(value_at(ds_config, "zero_optimization.offload_optimizer.device") or "none")
     if (device != "none") != strategy.offload_optimizer:
         wanted = "cpu" if strategy.offload_optimizer else "none"

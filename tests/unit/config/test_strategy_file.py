@@ -64,6 +64,7 @@ def test_another_way_to_say_the_same_is_no_contradiction(same: dict[str, Any], t
     ({}, {"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu = 1", "2"),
     ({}, {"gradient_accumulation_steps": 1}, "gradient_accumulation_steps = 1", "3"),
     ({}, {"zero_optimization": {"stage": 0}}, "zero_optimization.stage = 0", "1"),
+    ({}, {"zero_optimization": {}}, "zero_optimization.stage = 0", "1"),
     ({}, {"bf16": {}}, "the precision = 'float32'", "'bfloat16'"),
     ({}, {"zero_optimization": {"stage": 1, "cpu_offload": True}}, "offload_optimizer.device = 'cpu'", "'none'"),
     ({}, {"bf16": {}, "bfloat16": {"enabled": True}}, "the precision = 'float32'", "'bfloat16'"),
@@ -77,6 +78,9 @@ def test_contradictions(
     (problem,) = caught.value.problems
     assert "strategy.json'" in problem and f"{given}: the strategy says {wanted}; " in problem
     assert problem.endswith("or plan again")
+    # where leaving it out would change nothing, the next step is another one
+    stands = {**section, **beside}.get(given.partition(" =")[0].removeprefix("terapipe."))
+    assert ("leave it out" in problem) == (stands is not None), problem
 
 
 def test_a_file_that_is_no_strategy_is_refused(tmp_path: Path) -> None:

@@ -348,7 +348,7 @@ def job_lost(precision: str, system: str, folder: str, losses: list[tuple[str | 
 def test_what_deepspeed_would_miss_is_refused_before_anything_changes(
     precision: str, system: str, tmp_path: Path
 ) -> None:
-    """DeepSpeed has an assertion without a text, loads the states of another rank, or leaves layers out."""
+    """DeepSpeed fails in assertions, most without a text, or on keys, when some layers are loaded already."""
     states = [("zero_pp_rank_0_mp_rank_01_optim_states.pt", 4, "lacks zero_pp_rank_0_mp_rank_01_optim_states.pt")]
     cases = [*LOST, *(states if "zero" in precision else [])]
     job = {"precision": precision, "system": system, "losses": [case[:2] for case in cases]}

@@ -209,7 +209,7 @@ def _newest(folder: Path, damaged: Damaged) -> ChosenCheckpoint | None:
 def problem_of_files(engine: PipelineEngine, folder: Path, with_optimizer: bool, is_strict: bool) -> str | None:
     """Say which file of the checkpoint in `folder` this rank would miss, or that the checkpoint has further layers.
 
-    DeepSpeed (0.19.8) has assertions without a text, after it has begun to load, or it takes another rank's states.
+    DeepSpeed (0.19.8) fails in assertions, most without a text, or on keys, when some layers are loaded already.
     """
     module, is_universal, where = engine.module, engine.load_universal_checkpoint(), (str(folder.parent), folder.name)
     needed = [Path(engine._get_ckpt_name(*where))]

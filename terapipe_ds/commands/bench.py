@@ -223,17 +223,27 @@ def command_line(words: Sequence[str]) -> str:
     return named.encode("utf-8", "replace").decode()  # names of files need not be text
 
 
+def _own_config(path: str) -> dict[str, Any]:
+    """Return the config of `--config`; refuse values that nothing here fills in, and a strategy."""
+    from terapipe_ds.config.conflicts import problem_of_auto
+
+    ds_config = read_config(path)
+    if (waiting := problem_of_auto(ds_config)) is not None:
+        raise CommandError(f"--config: {waiting}")
+    section = ds_config.get("terapipe")
+    if isinstance(section, dict) and section.get("strategy") is not None:
+        given = f"--config: terapipe.strategy = {show_value(section['strategy'])}"
+        raise CommandError(f"{given} has sizes and an order of its own: take it out, and give --schedules and --slices")
+    return ds_config
+
+
 def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, Any], dict[str, int]]:
     """Return the config, the fields of the model, and the sizes that they give the workload."""
     from terapipe_ds.bench.ranks import BF16_SETTINGS
 
     if own := [name for name in options.given if name in ("hidden", "layers", "heads")]:
         raise CommandError(f"{flag(own[0])} does not go with --model, which has its own: leave it out")
-    ds_config = read_config(options.config) if options.config else None
-    section = (ds_config or {}).get("terapipe")
-    if isinstance(section, dict) and section.get("strategy") is not None:
-        given = f"--config: terapipe.strategy = {show_value(section['strategy'])}"
-        raise CommandError(f"{given} has sizes and an order of its own: take it out, and give --schedules and --slices")
+    ds_config = _own_config(options.config) if options.config else None
     if options.model is None:
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
     if ds_config is None and options.device == "cuda":
@@ -260,6 +270,7 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
     sizes |= {name: number for name, number in of_config.items() if number is not None}
     if ds_config is not None and isinstance(pipeline := ds_config.get("pipeline"), dict):  # an option may say otherwise
         ds_config["pipeline"] = {key: value for key, value in pipeline.items() if key != "stages"}
+    section = (ds_config or {}).get("terapipe")
     planner = (section.get("planner") if isinstance(section, dict) else None) or {}
     planner = {name: value for name, value in planner.items() if (name, value) != ("profile", "measure")}
     if passed := [f"terapipe.planner.{name} = {show_value(value)}" for name, value in planner.items()]:

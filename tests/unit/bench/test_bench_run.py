@@ -383,6 +383,10 @@ def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path, mo
         configured(tmp_path, schedule="auto", chunks_per_stage=2)
     with pytest.raises(ValueError, match=r"terapipe.strategy = 'mine.json' has sizes and an order of its own: take it"):
         configured(tmp_path, strategy="mine.json")
+    Path("ds.json").write_text('{"gradient_clipping": "auto", "bf16": {"enabled": "auto"}}')
+    words = ("--config", "ds.json", "--model", "tiny", "--slices", "4", "--schedules", "seq1f1b")
+    with pytest.raises(ValueError, match=r'gradient_clipping, bf16.enabled = "auto": only .*Trainer fills .* set each'):
+        command.job_of(arguments(*words))
 
 
 def test_an_error_row_says_more_than_a_heading() -> None:

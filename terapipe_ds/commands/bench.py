@@ -224,7 +224,8 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def _own_config(path: str) -> dict[str, Any]:
-    """Return the config of `--config`; refuse values that nothing here fills in, and a strategy."""
+    """Return the config of `--config`, with an optimizer; refuse values that nothing here fills in, and a strategy."""
+    from terapipe_ds.bench.ranks import USUAL_SETTINGS
     from terapipe_ds.config.conflicts import problem_of_auto
 
     ds_config = read_config(path)
@@ -234,7 +235,12 @@ def _own_config(path: str) -> dict[str, Any]:
     if isinstance(section, dict) and section.get("strategy") is not None:
         given = f"--config: terapipe.strategy = {show_value(section['strategy'])}"
         raise CommandError(f"{given} has sizes and an order of its own: take it out, and give --schedules and --slices")
-    return ds_config
+    for key in ("sequence_parallel_size", "tensor_parallel.autotp_size"):
+        if (size := DeepSpeedJson(ds_config).number(key, least=0) or 1) > 1:
+            raise CommandError(f"--config: {key} = {size}: here a stage is one rank; remove the key")
+    if "optimizer" not in ds_config:  # which programs also pass to `initialize`
+        print("terapipe bench: note: --config has no optimizer: all systems train with Adam", file=sys.stderr)
+    return {"optimizer": USUAL_SETTINGS["optimizer"]} | ds_config
 
 
 def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, Any], dict[str, int]]:

@@ -341,6 +341,9 @@ def test_a_config_and_a_model_of_ones_own(tmp_path: Path, capsys: pytest.Capture
     assert job.accumulations == (2,) and not (job.ds_config or {})["pipeline"]  # the engine would compare its stages
     config.write_text(json.dumps(settings | {"train_batch_size": 9}))
     assert command.job_of(arguments(*words, "--micro-batch", "2")).accumulations == (3,)
+    config.write_text(json.dumps({name: value for name, value in settings.items() if name != "optimizer"}))
+    assert command.job_of(arguments(*words)).ds_config["optimizer"]["type"] == "Adam"  # type: ignore[index]
+    assert "--config has no optimizer: all systems train with Adam" in capsys.readouterr().err
     del settings["gradient_accumulation_steps"]
     for batch, steps in ((12, (4,)), (2, ()), (10, ())):  # sequences of a step, as DeepSpeed divides them
         config.write_text(json.dumps(settings | {"train_batch_size": batch}))
@@ -387,6 +390,10 @@ def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path, mo
     words = ("--config", "ds.json", "--model", "tiny", "--slices", "4", "--schedules", "seq1f1b")
     with pytest.raises(ValueError, match=r'gradient_clipping, bf16.enabled = "auto": only .*Trainer fills .* set each'):
         command.job_of(arguments(*words))
+    for config in ({"sequence_parallel_size": 2}, {"tensor_parallel": {"autotp_size": 2}}):
+        Path("ds.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=r"_size = 2: here a stage is one rank; remove the key"):
+            command.job_of(arguments(*words))
 
 
 def test_an_error_row_says_more_than_a_heading() -> None:

@@ -157,9 +157,10 @@ class _Turns:
 
 
 def first_words(error: Exception) -> str:
-    """Return the first line of an error for a row, and the second one where the first is a heading."""
+    """Return the first line of an error for a row, and those that follow where the first is a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 1 + lines[0].endswith(":")])
+    more = 2 if "validation error" in lines[0] else lines[0].endswith(":")  # pydantic's: the key, what is wrong
+    return " ".join(lines[: 1 + more])
 
 
 def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:

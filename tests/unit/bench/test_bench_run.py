@@ -397,11 +397,16 @@ def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path, mo
 
 
 def test_an_error_row_says_more_than_a_heading() -> None:
+    from deepspeed.compile.config import CompileConfig
+
     from terapipe_ds.bench.train_in_turns import first_words
 
     errors = (TeraPipeConfigError("one", "two"), ValueError("three\nfour"), ValueError(), ValueError("\nfive"))
     told = ["2 problems with the DeepSpeed config: - one", "three", "ValueError", "five"]
     assert list(map(first_words, errors)) == told
+    with pytest.raises(ValueError) as refused:  # a section of DeepSpeed's config
+        CompileConfig(enabled=True)
+    assert first_words(refused.value).startswith("1 validation error for CompileConfig enabled Extra inputs are not")
 
 
 def test_costs_are_those_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

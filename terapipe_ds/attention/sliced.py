@@ -84,6 +84,7 @@ def sliced_attention(
     asks_nothing = window is None and softcap is None and sinks is None and v.shape[-1] == q.shape[-1]
     keeps = active is not None and active.keeps_attention
     is_plain = active is None or (active.is_whole and active.reach(window).starts is None)
+    is_plain = is_plain and k.shape[-2] == q.shape[-2]  # else torch's causal mask is wrong, and `prepare` refuses
     if asks_nothing and is_plain and not keeps:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]

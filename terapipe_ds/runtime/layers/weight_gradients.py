@@ -450,8 +450,8 @@ class _Lookup(torch.autograd.Function):
         ctx: Any, ids: Tensor, weight: Tensor, witness: Tensor, keep: Callable[..., None], padding: int | None
     ) -> Tensor:
         ctx.save_for_backward(ids)  # as F.embedding does, which may run in its place when a checkpoint runs again
-        ctx.keep, ctx.padding = keep, padding
-        return F.embedding(ids, weight)
+        ctx.keep, ctx.padding = keep, None if padding is None else padding % len(weight)  # -1 is the last row
+        return F.embedding(ids, weight, padding)
 
     @staticmethod
     @once_differentiable

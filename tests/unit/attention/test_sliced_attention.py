@@ -1,5 +1,6 @@
 """Sliced attention equals plain causal attention: outputs and gradients, for every plan, backend and dtype."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,15 @@ def test_double_backward_is_refused() -> None:
 def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
     with push_slice(ActiveSlice(0, 5, 10, store=SliceStore())), pytest.raises(ValueError, match=message):
         sliced_attention(*(torch.zeros(shape) for shape in shapes), layer="block 3")
+
+
+@pytest.mark.parametrize("is_active", [False, True])
+def test_whole_sequences_refuse_keys_of_other_tokens(is_active: bool) -> None:
+    """Torch's causal mask begins at the first key, so that the one query here would see only that."""
+    q, keys = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 5, 8)
+    context = push_slice(ActiveSlice(0, 1, 1)) if is_active else contextlib.nullcontext()
+    with context, pytest.raises(ValueError, match=r"block 3.*k \[B, H_kv, T, D\].*k \(1, 2, 5, 8\)"):
+        sliced_attention(q, keys, keys, "block 3")
 
 
 @pytest.mark.parametrize("backend", ON_CPU)

@@ -267,12 +267,13 @@ def test_a_table_of_another_class_keeps_its_own_gradient() -> None:
     assert computed == [0] and layer.weight.grad is not None
 
 
-def test_a_padding_token_has_no_gradient_even_where_nan_comes_to_it() -> None:
-    layer, ids = nn.Embedding(5, 4, padding_idx=2), torch.tensor([[1, 2, 4]])
+@pytest.mark.parametrize("padding_idx", [2, -3])
+def test_a_padding_token_has_no_gradient_even_where_nan_comes_to_it(padding_idx: int) -> None:
+    layer, ids = nn.Embedding(5, 4), torch.tensor([[1, 2, 4]])
     gradients = WeightGradients(is_watched=True, sums=(sums := OwnSums(layer)))
     with one_slice(gradients):
         for lookup in (gradients.lookup, F.embedding):
-            lookup(ids, layer.weight, 2).mul(torch.tensor([1.0, torch.nan, 3.0])[:, None]).sum().backward()
+            lookup(ids, layer.weight, padding_idx).mul(torch.tensor([1.0, torch.nan, 3.0])[:, None]).sum().backward()
     totals = sums.so_far(layer.weight), layer.weight.grad
     assert totals[0] is not None and torch.equal(*totals) and totals[0].isfinite().all()
 

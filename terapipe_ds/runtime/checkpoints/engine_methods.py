@@ -39,8 +39,8 @@ from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.sequence_axis import sequence_size
 from terapipe_ds.runtime.planning.plans import Plans
 
-# names in a checkpoint under which DeepSpeed reads back states of its own
-_STATES = {"module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd", constants.CHECKPOINT_PARALLEL_DIMS}
+# names in a checkpoint under which DeepSpeed reads back states of its own, without refusing them in client_state
+_STATES = {"module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd"}
 _TP_DEGREE, _PP_DEGREE = constants.CHECKPOINT_TP_DEGREE, constants.CHECKPOINT_PP_DEGREE
 MODEL_SIZES = "terapipe_model_sizes"  # in `universal_checkpoint_info` of a module, and so in its checkpoints
 _CONVERT = (

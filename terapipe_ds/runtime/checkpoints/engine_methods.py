@@ -215,8 +215,8 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
     Warn of what the engine will keep of its own.
 
     Raises:
-        TeraPipeConfigError: on every rank: contents that would be loaded wrongly, and the remedy.
-        CheckpointError: on every rank: a file is missing or cannot be read, or files of further layers are there.
+        TeraPipeConfigError: on every rank: contents that would be loaded wrongly or are missing, and the remedy.
+        CheckpointError: on every rank: the file to check cannot be read.
     """
     is_universal = engine.load_universal_checkpoint()
 
@@ -473,8 +473,9 @@ def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | N
     taken = [key for key in state if key in _STATES or (key in own and state[key] != own[key])]
     if taken:
         raise CheckpointError(
-            f"client_state has {in_short(taken)}, under which DeepSpeed keeps states of its own, and no load would "
-            "return these. Give your values other names, and leave out what load_checkpoint has returned beside them"
+            f"client_state has {in_short(taken)}, under which DeepSpeed keeps states of its own: a load would take "
+            "yours for them, or lose yours. Give your values other names, and leave out what load_checkpoint has "
+            "returned beside them"
         )
     if name in state or not callable(getattr(engine.module, name, None)):
         return state

@@ -227,7 +227,8 @@ class TeraPipeEngine(ModelEndsEngine):
         """Save a checkpoint as a whole or not at all, even if ranks die. The watch-dog reports missing ranks.
 
         Raises:
-            CheckpointError: on every rank, if one of them cannot write, or another job has begun to save this tag.
+            CheckpointError: on every rank, if one of them cannot write, another job has begun to save this tag, or
+                `client_state` has a name under which DeepSpeed keeps states of its own.
         """
         stock = super().save_checkpoint
         return self._checkpoints.save(stock, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)

@@ -20,7 +20,8 @@ DEEPSPEED_HOOKS = {
         "_bf16_reduce_grads _exec_optimizer_step _exec_reduce_grads _exec_schedule _inference_schedule "
         "_loss_stage_global_rank _next_batch _reduce_outputs _train_schedule autotp_size clip_fp32_gradients compile "
         "destroy eval_batch is_last_stage load_checkpoint load_module_state_dict module_state_dict "
-        "reset_activation_shape save_checkpoint set_dataiterator set_dataloader steps_per_print train_batch"
+        "reset_activation_shape save_16bit_model save_checkpoint set_dataiterator set_dataloader steps_per_print "
+        "train_batch"
     ),
     "deepspeed.runtime.pipe.module:PipelineModule": (
         "_build _index_tied_modules _partition_layers _precompute_checkpointable_values _set_bounds "

@@ -317,7 +317,7 @@ def test_a_model_of_images_and_text_lacks_the_defaults_of_its_decoder(
     ({"model_type": "moshi"}, "layers of moshi are not all attention"),
     ({"model_type": "bert", "type_vocab_size": 2}, "layers of bert are not all attention"),
     ({"model_type": "lfm2", "full_attn_idxs": [1]}, "layers of lfm2 are not all attention"),
-    ({"model_type": "ernie4_5_moe", "moe_num_experts": 64}, "moe_num_experts: experts are counted for"),
+    ({"model_type": "hunyuan_v1_moe", "num_experts": 64}, "num_experts: experts are counted for"),
     ({"model_type": "llama", "per_layer_config": {"1": {"intermediate_size": 64}}}, "layers of llama are not all"),
     ({"model_type": "llama", "per_layer_config": [{"head_dim": 64}]}, "layers of llama are not all attention"),
     ({"model_type": "nemotron-nas", "block_configs": [{}]}, "layers of nemotron-nas are not all attention"),

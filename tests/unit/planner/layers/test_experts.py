@@ -30,6 +30,8 @@ OF_ONE = {"moe_intermediate_size": 16}
 GROUPS = OF_ONE | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 2}
 GROUPS |= {"first_k_dense_replace": 1}
 MIXED = OF_ONE | {"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 8}
+KINDS = ["sparse", "dense", "sparse", "dense"]
+INTERVALS = {"moe_layer_start_index": 2, "moe_layer_end_index": 6, "moe_layer_interval": 2, "num_hidden_layers": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     **{family: {"num_local_experts": 8} for family in ("phimoe", "granitemoe", "minimax_m2")},
@@ -38,13 +40,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": LENGTH},
     "dots1": GROUPS | {"head_dim": 8},
     "solar_open": GROUPS | {"head_dim": 8, "first_k_dense_replace": 0},
-    "glm4_moe_lite": RANKS | GROUPS | {"num_key_value_heads": 4},
+    "glm4_moe_lite": RANKS | GROUPS | {"num_key_value_heads": 4, "first_k_dense_replace": 0, "mlp_layer_types": KINDS},
     "sarvam_mla": RANKS | GROUPS | {"num_key_value_heads": 4},
     "sarvam_moe": GROUPS | {"head_dim": 8},
     "exaone_moe": OF_ONE | {"num_experts": 8, "num_shared_experts": 2, "head_dim": 8},
     "granitemoeshared": {"num_local_experts": 8, "shared_intermediate_size": 40},
-    "ernie4_5_moe": OF_ONE
-    | {"moe_num_experts": 8, "moe_k": 2, "head_dim": 8, "moe_layer_end_index": 2, "moe_layer_interval": 2},
+    "ernie4_5_moe": OF_ONE | INTERVALS | {"moe_num_experts": 8, "moe_k": 2, "head_dim": 8},
     "qwen2_moe": OF_ONE | {"num_experts": 8, "shared_expert_intermediate_size": 40},
     "qwen3_moe": MIXED,
     "glm4_moe": GROUPS | {"head_dim": 8},
@@ -69,6 +70,10 @@ def test_parameters_and_flops_of_the_class(family: str, tmp_path: Path) -> None:
         matrices -= size.num_layers * size.hidden_size  # the gate of its shared expert, which is not counted
     norms = (2 * size.num_layers + 1) * size.hidden_size
     assert size.num_parameters() == norms + matrices
+    # a config may leave out whether matrices are tied
+    document = json.loads((path := tmp_path / "config.json").read_text())
+    path.write_text(json.dumps({key: value for key, value in document.items() if key != "tie_word_embeddings"}))
+    assert size_of_config(str(path)).tied_embedding == model.config.tie_word_embeddings
     # the products of a forward: matrices, and attention over whole squares
     model.set_experts_implementation("eager")
     with FlopCounterMode(display=False) as counter:
